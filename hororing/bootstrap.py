@@ -1,4 +1,4 @@
-"""How this process finds the other ranks without MPI: by a store, from the environment.
+"""How this process finds the other ranks without MPI: through a store, from the environment.
 
 ============================  ====================================================================
 HORORING_RANK, _SIZE          which rank this is, and of how many; unset: as the launcher tells
@@ -48,7 +48,7 @@ _JOB = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What the environment says about the job, checked."""
+    """The job's settings in the environment, checked."""
 
     rank: int
     size: int
@@ -61,15 +61,15 @@ class JobSettings:
 def find(
     started_by: Launch, settings: Mapping[str, Any], environ: Mapping[str, str] | None = None
 ) -> Member | None:
-    """Connect with the store of this job, which rank 0 starts where no launcher has one.
+    """Connect to the store of this job, which rank 0 starts unless a launcher has one.
 
-    Blocks until the store is there, for at most TIMEOUT_S. None: the environment tells of no store,
-    or this is a job of one rank.
+    Blocks until the store exists, for at most TIMEOUT_S. Returns None if the environment names no
+    store, or if this is a job of one rank.
 
     Raises
     ------
     ValueError : a variable is wrong, missing, or contradicts another; the text names it.
-    RendezvousError : no store there in time, or it does not let this rank in.
+    RendezvousError : no store in time, or it does not admit this rank.
     """
     if settings["ALONE"]:
         return None
@@ -90,14 +90,14 @@ def find(
 
 
 def is_elastic() -> bool:
-    """Whether the environment tells of an elastic job."""
+    """Whether the environment describes an elastic job."""
     return _switch(_variables(launch.environment()), "ELASTIC")
 
 
 def join(settings: Mapping[str, Any]) -> ElasticMember:
-    """Connect with the store of this elastic job, as a process that is in no generation yet.
+    """Connect to the store of this elastic job, as a process without a generation so far.
 
-    Blocks until the store is there, for at most TIMEOUT_S. ValueError, RendezvousError: as `find`.
+    Blocks until the store exists, for at most TIMEOUT_S. ValueError, RendezvousError: as `find`.
     """
     env = _variables(launch.environment())
     rendezvous = env.get("RENDEZVOUS", "")
@@ -183,7 +183,7 @@ def _reach(member: Member, rendezvous: str) -> None:
     """Find the address at which other hosts reach this one."""
     place = rendezvous.partition(",")[0]
     if protocol.is_loopback(member.local_address) and not _is_of_this_host_alone(place):
-        # Ranks of the store's host have another way to it than other hosts have.
+        # Ranks on the store's host reach it in another way than other hosts do.
         member.local_address = interfaces.reached_at(place)
 
 
@@ -195,7 +195,7 @@ def name_of(member: Member) -> str:
 
 
 def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> JobSettings | None:
-    """Read and check the variables; None: none of them tells of a store or of ranks."""
+    """Read and check the variables; None: they name neither a store nor ranks."""
     everything = launch.environment() if environ is None else environ
     launch.check(started_by, everything)
     env = _variables(everything)
@@ -204,7 +204,7 @@ def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> JobSet
         return None
     ranks = _with_launchers(ranks, started_by)
     if "SECRET_FD" not in env or "TORCHELASTIC_RUN_ID" in everything:
-        _check_torch(ranks, everything)  # not where the script of a rank has changed its variables
+        _check_torch(ranks, everything)  # not if the script of a rank has changed its variables
     if "RENDEZVOUS" in env:
         place = Place(env["RENDEZVOUS"], starts.job(started_by, everything))
     else:
@@ -249,7 +249,7 @@ def _number(name: str, text: str) -> int:
 
 
 def _with_launchers(ranks: Mapping[str, int], started_by: Launch) -> dict[str, int]:
-    """Add the launcher's rank and size. ValueError where it tells something else."""
+    """Add the launcher's rank and size. ValueError if it says something else."""
     told = dict(
         zip(
             _RANKS,
@@ -330,7 +330,7 @@ def _job(env: Mapping[str, str], launchers: str) -> str:
 
 
 def _secret(env: Mapping[str, str]) -> bytes:
-    """The secret; b"": there is none. Error texts never hold it."""
+    """The secret, or b"" if there is none. Error texts never contain it."""
     named = [name for name in _SECRETS if name in env]
     if not named:
         return b""
@@ -356,7 +356,7 @@ def _secret(env: Mapping[str, str]) -> bytes:
 
 def _secret_of(name: str, text: str) -> bytes:
     if name == "SECRET_FD":
-        # At its place, so that the next program that this process becomes can read it again.
+        # At this offset, so that a program that replaces this process can read it again.
         return os.pread(_number(name, text), _MOST_SECRET_BYTES + 1, 0)
     with open(text, "rb") as file:
         return file.read(_MOST_SECRET_BYTES + 2).strip()
@@ -385,7 +385,7 @@ def _store(told: JobSettings) -> tuple[Store | None, str]:
     place = told.place.rendezvous.partition(",")[0]
     host, port = protocol.parse_address(place)
     protocol.check_secret(told.secret, host, told.insecure)
-    # The name of this host may mean a loopback address here, and another one elsewhere.
+    # The host's name may be a loopback address here, and another address elsewhere.
     everywhere = not _is_of_this_host_alone(place)
     if everywhere and not interfaces.is_own(host):
         without = (

@@ -1,14 +1,13 @@
-"""The common part of all framework adapters: requests, handles, waiting.
+"""The common part of all framework adapters: requests, handles and waiting.
 
 Framework-neutral: a tensor is a `View` (addresses, data type number, shape). The adapters turn
 their arrays into views and keep nothing else of this; `hororing.verbs` builds the public
 functions on top.
 
-Memory: the core borrows the memory of a view until its handle is complete. Whatever owns that
-memory is kept alive here, beside the handle, and never by the core, which must not touch a
-Python object.
+Memory: the core borrows the memory of a view until its handle is complete. The owner of that memory
+is kept alive here, beside the handle, and never by the core, which must not touch a Python object.
 
-Callable from any thread. Only `wait` blocks, in slices, so that Ctrl-C is answered.
+Callable from any thread. Only `wait` blocks, in slices, so that Ctrl-C works.
 """
 
 from __future__ import annotations
@@ -45,39 +44,39 @@ BROADCAST: Final = int(lib.HR_BROADCAST)
 ALLTOALL: Final = int(lib.HR_ALLTOALL)
 REDUCESCATTER: Final = int(lib.HR_REDUCESCATTER)
 
-# Seconds between two looks at Python's signals while waiting.
+# Seconds between two checks for Python's signals while waiting.
 WAIT_SLICE_S: Final = 0.2
 
 
-HOST: Final = -1  # as the number of a device
+HOST: Final = -1  # the device number of host memory
 
 
 class View(NamedTuple):
     """One tensor of a request: contiguous memory that the caller owns."""
 
-    input: int  # address; 0 only where there are no elements
-    output: int  # address, may equal `input`; 0 where the core allocates the result
+    input: int  # address; 0 only without elements
+    output: int  # address, may equal `input`; 0 if the core allocates the result
     dtype: int  # a value of DTYPES
     shape: tuple[int, ...]
-    device: int = HOST  # number of the CUDA device whose memory it is
+    device: int = HOST  # number of the CUDA device, or HOST
 
 
 class Gathered(NamedTuple):
-    """A result in memory of the core. References to `buffer` keep it alive."""
+    """A result in the core's memory. References to `buffer` keep it alive."""
 
-    buffer: Any  # writable buffer object, None where there are no bytes
+    buffer: Any  # writable buffer object; None if it has no bytes
     rows: int  # first dimension of the result
 
 
 class Pending(NamedTuple):
-    """A request that the core has."""
+    """A request in the core."""
 
     keep: object  # owns the memory the core reads and writes
-    finish: Callable[[int], Any]  # result, from the completed handle
+    finish: Callable[[int], Any]  # makes the result from the completed handle
 
 
 class Separate(NamedTuple):
-    """Owns the memory of a plain tensor's request if the result is another tensor."""
+    """Owns the memory of a plain tensor's request whose result is another tensor."""
 
     source: object
     result: Any
@@ -85,7 +84,7 @@ class Separate(NamedTuple):
 
 # No lock: each step below is one operation of a dict, which is atomic, and a finalizer may run
 # `abandon` in the middle of anything.
-# By handle: Pending; or Separate; or, where that is all, what owns the memory and is the result.
+# By handle: Pending, Separate, or just the owner of the memory, which is also the result.
 _pending: Final[dict[int, object]] = {}
 # Owners between "the core has it" and "the handle is in the table": an exception that arrives
 # there (Ctrl-C) must not free the memory.
@@ -113,13 +112,13 @@ def submit(
     streams: Sequence[int] | None = None,
     weight: float | None = None,
 ) -> int:
-    """Hand one request to the core and return its handle, an int for `poll` and `wait`.
+    """Submit one request to the core and return its handle, an int for `poll` and `wait`.
 
-    Several views are a group: reduced when all ranks have submitted all of it. `keep` stays
-    alive until the handle is complete; `finish` makes the result when it is waited for.
-    `integers` are the splits of an alltoall. `blocking`: this thread calls `wait` next, and
-    does the engine's work there. `stream`: of views on a device, what computes them; `streams`: the
-    same for each, where they differ. `weight`: of this rank in a weighted average.
+    Several views are a group: they are reduced when all ranks have submitted all of it. `keep`
+    stays alive until the handle is complete; `finish` makes the result during the wait. `integers`
+    are the splits of an alltoall. `blocking`: this thread calls `wait` next, and does the engine's
+    work there. `stream`: the stream that computes views on a device; `streams`: one for each view,
+    if they differ. `weight`: this rank's weight in a weighted average.
     """
     try:
         request, owners = make_request(
@@ -154,7 +153,7 @@ def make_request(
     postscale: float,
     integers: Sequence[int] | None,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Return an hr_request, and what owns its memory."""
+    """Return an hr_request and the owner of its memory."""
     encoded = encode_name(name)
     # One array of dimensions for all tensors; the core copies them.
     dimensions = ffi.new("int64_t[]", [d for view in views for d in view.shape] or [0])
@@ -182,9 +181,9 @@ def make_request(
     try:
         request.root = root
         if integers is not None:
-            c_integers = ffi.new("int64_t[]", [*integers, 0])  # never NULL, which has a meaning
+            c_integers = ffi.new("int64_t[]", [*integers, 0])  # NULL has another meaning
             request.integers, request.integers_count = c_integers, len(integers)
-    except OverflowError:  # a rank or a split far beyond any
+    except OverflowError:  # a rank or a split far out of range
         given = root if integers is None else list(integers)
         raise ValueError(f"'{name}' (SUBMIT): {given} is out of range") from None
     return request, (dimensions, tensors, c_name, c_integers)
@@ -196,12 +195,12 @@ def plain_tensors(
     exchange: object = None,
     refusals: tuple[Callable[[Any], bool], ...] = (),
 ) -> PlainTensors:
-    """Return what submits plain tensors of `types` quickly.
+    """Return an object that submits plain tensors of `types` quickly.
 
-    `describe` says of a tensor what the core needs, or that it is not plain; or it is the name of
-    the attribute that has NumPy's array interface. It is not asked where the types have `exchange`,
-    the capsule of DLPack's C functions: a tensor is plain there if it is dense, in host memory, of
-    a known data type, and none of `refusals` is true of it.
+    `describe` returns what the core needs to know of a tensor, or says that it is not plain; or it
+    is the name of the attribute with NumPy's array interface. If the types have `exchange`, the
+    capsule of DLPack's C functions, it is not called: a tensor is plain if it is dense, in host
+    memory, of a known data type, and every function of `refusals` returns false for it.
     """
     return PlainTensors(
         types, exchange, refusals, describe, _pending, Pending, _abandoned, _sweep
@@ -224,7 +223,7 @@ def poll(handle: int) -> bool:
     """Whether `wait(handle)` would return at once. ValueError for an unknown handle."""
     _find(handle)
     done = int(lib.hr_poll(handle))
-    # Unknown to the core alone: `wait` has finished it, and was interrupted there.
+    # Unknown only to the core: an interrupted `wait` has finished it.
     if done < 0 and done != -lib.HR_INVALID_ARGUMENT:
         fail(done)
     return done != 0
@@ -251,20 +250,20 @@ def wait(handle: int) -> Any:
 
 
 def result_of(answer: Any) -> Any:
-    """Return the result of a call that waits, of which `PlainTensors.allreduce` says `answer`."""
+    """Return the result of a blocking call from the `answer` of `PlainTensors.allreduce`."""
     if type(answer) is int:
         return wait(answer)
     return answer.result if type(answer) is Separate else answer
 
 
 def wait_all(handles: Iterable[int]) -> list[Any]:
-    """Wait for every handle, also when one fails; then return the results or raise that error."""
+    """Wait for every handle, even if one fails; return the results or raise the first error."""
     results: list[Any] = []
     failure: Exception | None = None
     for handle in handles:
         try:
             results.append(wait(handle))
-        except Exception as error:  # raised below, when nothing is in flight any more
+        except Exception as error:  # raised below, when nothing is in flight
             failure = failure or error
     if failure is not None:
         raise failure
@@ -274,7 +273,7 @@ def wait_all(handles: Iterable[int]) -> list[Any]:
 def _find(handle: int) -> Any:
     try:
         return _pending[handle]
-    except (KeyError, TypeError):  # unknown; or nothing that could be a key
+    except (KeyError, TypeError):  # unknown, or not a possible key
         raise ValueError(
             f"there is no handle {handle!r}: it was synchronized before, or no asynchronous "
             "operation returned it"
@@ -294,7 +293,7 @@ def block_until_complete(handle: int) -> int:
 
 
 def wait_at_most(handle: int, timeout_s: float) -> bool:
-    """Block until `wait(handle)` would return at once; False: not within `timeout_s`."""
+    """Block until `wait(handle)` would return at once, for at most `timeout_s`. Return whether."""
     end = time.monotonic() + timeout_s
     while True:
         left_s = max(end - time.monotonic(), 0.0)
@@ -307,14 +306,14 @@ def wait_at_most(handle: int, timeout_s: float) -> bool:
 def next_completion(seen: int) -> int:
     """Block until a request completes that `poll` has found pending; return the next `seen`.
 
-    Returns after WAIT_SLICE_S at the latest, at once with -1. To the other ranks, a caller is
-    blocked meanwhile.
+    Returns after WAIT_SLICE_S at the latest; at once if `seen` is -1. The other ranks see a blocked
+    caller meanwhile.
     """
     return int(lib.hr_next_completion(seen, WAIT_SLICE_S))
 
 
 def abandon(handle: int, keep: object) -> None:
-    """Never wait for `handle`; keep its memory alive for as long as the core may use it."""
+    """Give up `handle`; keep its memory alive for as long as the core may use it."""
     _abandoned[handle] = (_pending.pop(handle, None), keep)
     _sweep()
 
@@ -342,7 +341,7 @@ def take(handle: int, index: int) -> Gathered:
 
 
 def wait_in_stream(handle: int, stream: int) -> None:
-    """Have a CUDA stream wait for the results of a complete request. Does not block."""
+    """Make a CUDA stream wait for the results of a complete request. Does not block."""
     code = int(lib.hr_wait_in_stream(handle, stream))
     if code != lib.HR_OK:
         fail(code)
@@ -358,16 +357,16 @@ def rows(handle: int, index: int) -> int:
 
 
 def move(handle: int, index: int, address: int, stream: int) -> None:
-    """Copy result `index`, which is on a device, to memory there, in the order of a stream."""
+    """Copy result `index` from the core's device memory to `address`, in stream order."""
     code = int(lib.hr_move_result(handle, index, address, stream))
     if code != lib.HR_OK:
         fail(code)
 
 
 def use_device(number: int, context: str) -> None:
-    """Make a CUDA device the one of this process, where there are devices.
+    """Make a CUDA device that of this process, if there are devices.
 
-    ValueError where there are others only.
+    ValueError if there are only others.
     """
     code = int(lib.hr_use_device(number))
     if code != lib.HR_OK:
@@ -375,7 +374,7 @@ def use_device(number: int, context: str) -> None:
 
 
 def take_numbers(handle: int, index: int) -> list[int]:
-    """Move result `index`, which is numbers, out of a complete request."""
+    """Move result `index`, a list of numbers, out of a complete request."""
     buffer = take(handle, index).buffer
     return [] if buffer is None else memoryview(buffer).cast("q").tolist()
 
@@ -386,7 +385,7 @@ def address_of(buffer: Any) -> int:
 
 
 def submitted() -> int:
-    """How many requests this rank has submitted since `init`."""
+    """Return how many requests this rank has submitted since `init`."""
     stats = ffi.new("hr_stats *")
     lib.hr_stats_now(stats)
     return int(stats.submitted)

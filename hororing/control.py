@@ -1,4 +1,4 @@
-"""Requests without tensors: barriers, joining, and process sets that come and go."""
+"""Requests without tensors: barriers, join, and adding and removing process sets."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def barrier(process_set: int = WORLD_SET) -> None:
 def join() -> int:
     """Block until every rank has called `join`; return the last one to do so."""
     last = _control(_JOIN, "join.noname")
-    # Ranks have made different numbers of unnamed calls. All of them are over, but optimizers
-    # still have the names that they got from theirs.
+    # Ranks have made different numbers of unnamed calls. All of them are complete, but optimizers
+    # still have the names that they got.
     forget_counts(lambda verb, _: verb != OPTIMIZER)
     return last
 
@@ -35,15 +35,15 @@ def add_process_set(ranks: Sequence[int], *, internal: bool = False) -> int:
     """Return the id of a new set. All ranks call it. Internal ones may be duplicates."""
     name = "add_process_set.noname"
     added = _control(_ADD_PROCESS_SET, name, integers=ranks, root=int(internal))
-    # The id may have been that of another set, in which other ranks called.
+    # The id may be that of an earlier set, in which other ranks have called.
     forget_counts(lambda _, process_set: process_set == added)
     return added
 
 
 def start_adding_process_set(ranks: Sequence[int]) -> int:
-    """Start to add an internal set that only its members ask for; `wait` returns its id.
+    """Start to add an internal set that only its members report; `wait` returns its id.
 
-    Once at a time for the same ranks, which are ascending.
+    Only once at a time for the same ranks, in ascending order.
     """
     name = f"add_process_set.{'.'.join(map(str, ranks))}"
     return submit(
@@ -53,7 +53,7 @@ def start_adding_process_set(ranks: Sequence[int]) -> int:
 
 
 def start_barrier(name: str, process_set: int, *, blocking: bool) -> int:
-    """Start a barrier of a name of its own."""
+    """Start a barrier with its own name."""
     return submit(
         _BARRIER, name, (), keep=None, finish=partial(_number, False), process_set=process_set,
         blocking=blocking,
@@ -61,21 +61,20 @@ def start_barrier(name: str, process_set: int, *, blocking: bool) -> int:
 
 
 def check_engine() -> None:
-    """Raise what a request would that is made now, where the engine has ended or failed."""
+    """Raise the error of a request made now, if the engine has ended or failed."""
     if lib.hr_state_now() != lib.HR_STATE_RUNNING:
         _control(_BARRIER, "barrier.check")
 
 
 def remove_process_set(process_set: int) -> bool:
-    """Whether there was such a set. All ranks call it."""
+    """Return whether the set existed. All ranks call it."""
     return bool(_control(_REMOVE_PROCESS_SET, "remove_process_set.noname", root=process_set))
 
 
 def _control(collective: int, name: str, **arguments: Any) -> int:
-    """Carry out a request without tensors, and return the number that it comes to, if any.
+    """Run a request without tensors, and return the number that is its result, if any.
 
-    It has one fixed name: such requests match in the order they are called, whatever else ranks
-    count.
+    It has a fixed name: such requests match in the order of the calls, whatever else ranks count.
     """
     finish = partial(_number, collective != _BARRIER)
     handle = submit(collective, name, (), keep=None, finish=finish, blocking=True, **arguments)

@@ -1,11 +1,11 @@
-"""Which launcher started this process, from the variables that it set (LAUNCHERS).
+"""Which launcher started this process, according to its variables (LAUNCHERS).
 
-No launcher: a job of one rank, for which MPI is never touched. Being inside an allocation
-(SLURM_NTASKS) is not enough: the launcher must have given this process a rank. Where MPI does not
-connect the processes, hororing/starts.py tells where they meet. A launcher that tells of several
-processes which nothing connects is an error: each would train for itself.
+Without a launcher: a job of one rank, which never touches MPI. An allocation (SLURM_NTASKS) alone
+is not enough: the launcher must have given this process a rank. If MPI does not connect the
+processes, hororing/starts.py says where they meet. It is an error if a launcher reports several
+processes that nothing connects: each would train alone.
 
-Beside `hororing.config` the only place that reads or writes environment variables.
+Apart from `hororing.config`, the only place that reads or writes environment variables.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 # Open MPI: without these, MPI_Init probes fabrics for a second, and one-sided communication over
-# UCX prints an error line per rank. Right wherever all ranks share a host. Not "tcp", which listens
-# on every interface.
+# UCX prints an error line per rank. Correct if all ranks share a host. Not "tcp", which listens on
+# every interface.
 _OPENMPI_ON_ONE_HOST = {
     "OMPI_MCA_btl": "self,sm",
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_osc": "^ucx",
 }
 
-# Set by hororun, or by hand: which rank this is, and where ranks meet (hororing/bootstrap.py).
+# Set by hororun or by hand: this process's rank, and where ranks meet (hororing/bootstrap.py).
 VARIABLES = (
     "HORORING_RANK", "HORORING_SIZE", "HORORING_LOCAL_RANK", "HORORING_LOCAL_SIZE",
     "HORORING_RENDEZVOUS", "HORORING_JOB", "HORORING_SECRET_FD", "HORORING_SECRET_FILE",
@@ -34,7 +34,7 @@ VARIABLES = (
 )  # fmt: skip
 
 # In the environment of every rank that MPI connects: its process, and the launcher's name of the
-# job. Not among the HORORING_* variables, since users do not set it.
+# job. Not a HORORING_* variable, because users do not set it.
 _RANK = "_HORORING_RANK"
 _JOBS = (
     "HORORING_JOB", "PMIX_NAMESPACE", "PMI_PORT", "PMI_FD", "TORCHELASTIC_RUN_ID", "MASTER_PORT",
@@ -42,26 +42,26 @@ _JOBS = (
 )  # fmt: skip
 
 _SHARED_MEMORY = "/dev/shm"
-# Open MPI's "sm" refuses to start where less than 16 MiB are free, and other ranks start as well.
+# Open MPI's "sm" does not start with less than 16 MiB of free memory, and other ranks start, too.
 _LEAST_SHARED_MEMORY_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher tells before MPI is initialised. None: not told."""
+    """What the launcher says before MPI is initialised. None: unknown."""
 
     launcher: str = "none"
     rank: int | None = None
     size: int | None = None
     local_rank: int | None = None
     local_size: int | None = None
-    mpi: bool = True  # by which the processes find one another
-    sign: str = field(default="", compare=False)  # the variable that tells of other processes
-    own: str = field(default="", compare=False)  # the variable that tells which rank this is
+    mpi: bool = True  # whether the processes find one another through MPI
+    sign: str = field(default="", compare=False)  # the variable that shows other processes
+    own: str = field(default="", compare=False)  # the variable that shows this process's rank
 
     @property
     def least_size(self) -> int:
-        """The fewest processes that the job has, by what is told."""
+        """The minimum number of processes of the job."""
         return self.size if self.size is not None else (self.rank or 0) + 1
 
     @property
@@ -72,23 +72,23 @@ class Launch:
 
 @dataclass(frozen=True)
 class Launcher:
-    """By which variables a launcher is known. "A|B": A, or else B."""
+    """The variables of a launcher. "A|B": A, or else B."""
 
     name: str
-    mpi: bool  # the processes find one another by MPI
+    mpi: bool  # the processes find one another through MPI
     known_by: tuple[str, ...]  # all of these are numbers
     rank: str
-    size: str = ""  # "": it does not tell
+    size: str = ""  # "": unknown
     local_rank: str = ""
     local_size: str = ""
-    counts_alone: bool = False  # also with one process, whatever has started the launcher
+    counts_alone: bool = False  # even with one process, whatever started the launcher
 
 
-ELASTIC = "an elastic job"  # of hororun; none of LAUNCHERS, since ranks come from its store
+ELASTIC = "an elastic job"  # of hororun; not in LAUNCHERS, because ranks come from its store
 HORORUN = "hororun"
 TORCHRUN, SRUN, KUBERNETES = "torchrun", "srun", "Kubernetes Indexed Job"
 
-# The first that is there counts: what started this process stands before what started that.
+# The first match counts: the innermost launcher precedes what started it.
 LAUNCHERS = (
     Launcher(
         HORORUN,
@@ -100,8 +100,7 @@ LAUNCHERS = (
         "HORORING_LOCAL_SIZE",
         counts_alone=True,
     ),
-    # Before MPI: mpirun, and srun with MPI's variables, are ways to start torchrun on several
-    # hosts. Also accelerate.
+    # Before MPI: mpirun, and srun with MPI's variables, may start torchrun. Also accelerate.
     Launcher(
         TORCHRUN,
         False,
@@ -153,7 +152,7 @@ LAUNCHERS = (
     Launcher(
         TORCHRUN, False, ("WORLD_SIZE",), "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     ),
-    # A batch script has SLURM_NTASKS and SLURM_PROCID as well, but is no step.
+    # A batch script has SLURM_NTASKS and SLURM_PROCID, too, but is not a step.
     Launcher(
         SRUN,
         False,
@@ -176,10 +175,10 @@ LAUNCHERS = (
 def detect(
     environ: Mapping[str, str] | None = None, mpi: Callable[[str], bool] = lambda launcher: True
 ) -> Launch:
-    """Look for the variables of LAUNCHERS. Of those without MPI only several processes count.
+    """Find the launcher by its variables. Those without MPI count only with several processes.
 
-    `mpi`: whether it can be used at all, by the launcher's name. If not, a launcher without it
-    stands before one with it, such as srun before the PMIx that it offers.
+    `mpi`: whether it can be used at all, by the launcher's name. If not, a launcher without MPI
+    precedes one with it, such as srun before the PMIx that it offers.
     """
     env = os.environ if environ is None else environ
     unusable = Launch()
@@ -217,13 +216,13 @@ def _numbered(names: str, env: Mapping[str, str]) -> str:
 
 
 def check(launch: Launch, environ: Mapping[str, str] | None = None) -> None:
-    """ValueError where a launcher without MPI tells half of the ranks, or contradicts itself."""
+    """ValueError if a launcher without MPI sets half of the variables, or contradicts itself."""
     env = os.environ if environ is None else environ
     name = launch.launcher
     if name == "none" and env.get("RANK"):
         if env["RANK"].isdecimal() and not env.get("WORLD_SIZE"):
             raise _incomplete(f"RANK={env['RANK']} is set, but WORLD_SIZE is not")
-        name = TORCHRUN if env.get("WORLD_SIZE") else name  # of one rank, it seems
+        name = TORCHRUN if env.get("WORLD_SIZE") else name  # apparently one rank
     row = next((row for row in LAUNCHERS if row.name == name), None)
     if row is None or row.mpi or row.name == HORORUN:
         return
@@ -252,12 +251,12 @@ def _incomplete(what: str) -> ValueError:
 
 
 def run_alone() -> None:
-    """Make this process a job of one rank, whatever has started it."""
+    """Make this process a job of one rank, whatever started it."""
     os.environ["HORORING_ALONE"] = "1"
 
 
 def environment() -> dict[str, str]:
-    """A copy of this process's environment, for those that it starts."""
+    """A copy of this process's environment, for processes that it starts."""
     return dict(os.environ)
 
 
@@ -268,14 +267,14 @@ def variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def become(told: Mapping[str, str]) -> None:
-    """Set what makes this process a rank, where another program has started it."""
+    """Make this process a rank, if another program has started it."""
     for name in VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(told)
 
 
 def refuse_without_mpi(launch: Launch) -> None:
-    """ValueError where there are other processes, which MPI does not connect with this one."""
+    """ValueError if there are other processes that MPI does not connect with this one."""
     if launch.launched and not launch.mpi:
         raise ValueError(
             f"init: {launch.sign} tells of {launch.least_size} processes or more (as set by "
@@ -286,7 +285,7 @@ def refuse_without_mpi(launch: Launch) -> None:
 
 
 def refuse_children(launch: Launch, environ: Mapping[str, str] | None = None) -> None:
-    """ValueError in a process that a rank has started: it inherits a rank that is not its own."""
+    """ValueError in a process that a rank started: it inherits a rank that is not its own."""
     env = os.environ if environ is None else environ
     if multiprocessing.parent_process() is not None and (launch.mpi or _is_inherited(launch)):
         raise ValueError(
@@ -294,7 +293,7 @@ def refuse_children(launch: Launch, environ: Mapping[str, str] | None = None) ->
             "its parent; put the script's code under if __name__ == '__main__':"
         )
     pid, _, job = env.get(_RANK, "").partition(" ")
-    # Another job's: it is one that the rank has started by a launcher.
+    # If it is of another job, the rank has started it through a launcher.
     if pid not in ("", str(os.getpid())) and job == _job(env):
         raise ValueError(
             f"init: called in a process that rank {launch.rank} (pid {pid}) has started, of which "
@@ -304,33 +303,33 @@ def refuse_children(launch: Launch, environ: Mapping[str, str] | None = None) ->
 
 
 def _is_inherited(launch: Launch) -> bool:
-    """Whether the rank was there when this process started; else it has been given its own."""
+    """Whether the rank was set before this process started; otherwise it was set in it."""
     with open("/proc/self/environ", "rb") as file:
         began_with = file.read().split(b"\0")
     return launch.own.encode() in began_with
 
 
 def mark_rank(environ: MutableMapping[str, str] | None = None) -> None:
-    """Let processes that this rank starts know that they are none."""
+    """Let processes that this rank starts know that they are not ranks."""
     env = os.environ if environ is None else environ
     env[_RANK] = f"{os.getpid()} {_job(env)}"
 
 
 def _job(env: Mapping[str, str]) -> str:
-    """Return what identifies a job of a launcher, as far as it tells."""
+    """Return what identifies a job of a launcher, as far as known."""
     return " ".join(env.get(name, "") for name in _JOBS)
 
 
 def prepare_mpi(launch: Launch, environ: MutableMapping[str, str] | None = None) -> None:
-    """Set what makes MPI start quickly, and fail with an error, where the user has not set it.
+    """Set the variables that make MPI start fast and fail with an error, unless the user has.
 
-    Only for Open MPI, and what makes it start quickly with all ranks on one host; other MPIs and
-    several hosts keep their defaults, since a fast network may need another choice.
+    Only for Open MPI; those for speed only with all ranks on one host. Other MPIs and several hosts
+    keep their defaults, because a fast network may need another choice.
     """
     env = os.environ if environ is None else environ
     if launch.launcher != "Open MPI":
         return
-    # Otherwise MPI_Init ends the process where another rank dies meanwhile.
+    # Otherwise MPI_Init ends the process if another rank dies during it.
     env.setdefault("OMPI_MCA_mpi_initial_errhandler", "mpi_errors_return")
     if launch.local_size != launch.size:
         return

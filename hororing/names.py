@@ -1,4 +1,4 @@
-"""Names of requests: ranks know by them what belongs together.
+"""Names of requests, by which ranks match them.
 
 Names are scoped by process set. A call without a name gets one made from the number of such calls
 so far, which is equal on all ranks that make the same calls.
@@ -13,21 +13,21 @@ from typing import Final
 from hororing import job
 from hororing._core import lib
 
-# The process set of all ranks. What sets are: hororing.process_sets; here they are numbers.
+# The process set of all ranks. Here sets are numbers; hororing.process_sets explains them.
 WORLD_SET: Final = int(lib.HR_WORLD_SET)
 
-# `default_name` counts these besides verbs.
+# `default_name` counts these as well as verbs.
 OPTIMIZER: Final = "optimizer"
 
 Counts = dict[tuple[str, int], int]
 
-# How many unnamed calls of a verb were made in a process set.
+# The number of unnamed calls of a verb in a process set.
 counts: Final[Counts] = {}
 _lock: Final = threading.RLock()  # a finalizer may call a verb in the middle of anything
 
 
 class DefaultName(str):
-    """A name that was counted; `submit` says when it is out of this rank's hands."""
+    """A counted name; `submit` notes when other ranks may know it."""
 
     __slots__ = ("counter", "number", "submitted")
 
@@ -37,10 +37,10 @@ class DefaultName(str):
 
 
 def default_name(verb: str, process_set: int = WORLD_SET) -> DefaultName:
-    """The next name of an unnamed `verb`: equal on ranks that make equally many such calls.
+    """The next name of an unnamed `verb`: equal on ranks that make the same number of such calls.
 
-    Each process set counts by itself, since only its members call. Calls that this rank alone
-    finds wrong do not count: see `uncount`.
+    Each process set has its own count, because only its members call. Calls that fail on this rank
+    alone do not count: see `uncount`.
     """
     with _lock:
         number = counts.get((verb, process_set), 0) + 1
@@ -55,14 +55,14 @@ def _counted(text: str, counter: tuple[str, int], number: int) -> DefaultName:
 
 
 def extended(name: str, suffix: str) -> str:
-    """`name` of the first of several requests that are one call; counted like `name`."""
+    """`name` for the first of several requests that form one call; counted like `name`."""
     _check_type(name)
     longer = f"{name}{suffix}"
     return _counted(longer, name.counter, name.number) if isinstance(name, DefaultName) else longer
 
 
 def uncount(name: str) -> None:
-    """Uncount a default name of a call that has failed before other ranks could hear of it."""
+    """Uncount the default name of a call that failed before other ranks could know it."""
     if isinstance(name, DefaultName) and not name.submitted:
         with _lock:
             if counts.get(name.counter) == name.number:
@@ -83,7 +83,7 @@ def optimizers() -> Counts:
 
 
 def restart_optimizers(known: Counts) -> None:
-    """Count optimizers from what `optimizers` has returned."""
+    """Restore the counts that `optimizers` has returned."""
     forget_counts(lambda verb, _: verb == OPTIMIZER)
     with _lock:
         counts.update(known)
@@ -99,7 +99,7 @@ job.at_init(restart_default_names)
 
 
 def encode_name(name: str) -> bytes:
-    """The bytes the core knows a tensor by."""
+    """The bytes by which the core knows a tensor."""
     _check_type(name)
     if "\0" in name:
         raise ValueError(f"name {name!r} holds a zero character")

@@ -1,9 +1,9 @@
-"""Which ranks of this host have ended, while MPI starts.
+"""Which ranks of this host have ended while MPI starts.
 
-MPI_Init waits for every rank that the launcher has started, and waits for ever for one that has
-died meanwhile: a launcher with fault tolerance (`mpirun --with-ft ulfm`) lets the others go on. So
-`init` looks at the processes of its job itself. It knows them by the variables that Open MPI gives
-each, so it needs nothing of theirs: a rank that still imports its framework is seen as well.
+MPI_Init waits for every rank that the launcher has started. If one has died, it waits forever: a
+launcher with fault tolerance (`mpirun --with-ft ulfm`) does not stop the others. So `init` checks
+the processes of its job itself. It knows them by the variables that Open MPI sets, so they need not
+cooperate: a rank that is still importing its framework is seen, too.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _JOB, _RANK = b"PMIX_NAMESPACE", b"PMIX_RANK"
 
 
 def _variables(pid: int | str) -> tuple[bytes, int] | None:
-    """The job and the rank in the environment of a process, as its launcher has set them."""
+    """The job and the rank in the environment of a process, as set by its launcher."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             pairs = (entry.partition(b"=") for entry in file.read().split(b"\0"))
             found = {name: value for name, _, value in pairs if name in (_JOB, _RANK)}
-    except OSError:  # it has ended meanwhile, or is another user's
+    except OSError:  # it has ended, or is another user's
         return None
     if len(found) < 2 or not found[_RANK].isdigit():
         return None
@@ -30,14 +30,14 @@ def _variables(pid: int | str) -> tuple[bytes, int] | None:
 def _is_alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # Behind the name, which may hold anything: see proc(5).
+            # After the name, which may contain anything: see proc(5).
             return file.read().rpartition(b") ")[2][:1] not in (b"Z", b"X", b"")
     except OSError:
         return False
 
 
 def job_of(pid: int | str) -> str | None:
-    """The id of the job that a process belongs to, where its launcher has given it one."""
+    """The id of the job that a process belongs to, if its launcher has set one."""
     found = _variables(pid)
     return found[0].decode("utf-8", "replace") if found else None
 
@@ -53,9 +53,9 @@ class Neighbours:
         self._seen: dict[int, set[int]] = {}
 
     def ended(self) -> dict[int, int]:
-        """The ranks that were here at an earlier call and are not any more: process id by rank.
+        """The ranks that an earlier call has seen and that have ended: process id by rank.
 
-        A rank whose children live on counts as there.
+        A rank whose children are alive counts as alive.
         """
         if self._job is None:
             return {}
@@ -66,7 +66,7 @@ class Neighbours:
                 now.setdefault(found[1], set()).add(int(pid))
         for rank, pids in now.items():
             self._seen.setdefault(rank, set()).update(pids)
-        # A process may overwrite its environment, where its title begins: so look for it as well.
+        # A process may overwrite its environment from its title on, so look for the title as well.
         return {
             rank: min(pids)
             for rank, pids in sorted(self._seen.items())

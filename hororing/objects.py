@@ -16,7 +16,7 @@ from hororing.collectives import DTYPES, View
 from hororing.names import default_name, extended
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 
-# A rank whose object cannot be pickled sends this in place of a size, so that no rank waits for it.
+# A rank whose object cannot be pickled sends this instead of a size, so that no rank waits for it.
 _CANNOT_PICKLE = -1
 
 
@@ -33,9 +33,9 @@ def broadcast_object(
 
     Raises
     ------
-    TypeError : the name is no str; `process_set` is no ProcessSet.
-    ValueError : on the other ranks, when the root's object cannot be pickled; the root itself
-        raises what pickle raised.
+    TypeError : the name is not a str, or `process_set` is not a ProcessSet.
+    ValueError : on the other ranks, if the root's object cannot be pickled; the root itself
+        raises the error of pickle.
 
     Examples
     --------
@@ -66,9 +66,9 @@ def allgather_object(
 
     Raises
     ------
-    TypeError : the name is no str; `process_set` is no ProcessSet.
-    ValueError : on the other ranks, when some rank's object cannot be pickled; that rank raises
-        what pickle raised.
+    TypeError : the name is not a str, or `process_set` is not a ProcessSet.
+    ValueError : on the other ranks, if a rank's object cannot be pickled; that rank raises
+        the error of pickle.
 
     Examples
     --------
@@ -102,7 +102,7 @@ def allgather_object(
 def _dump(obj: Any) -> tuple[bytearray, BaseException | None]:
     try:
         return bytearray(cloudpickle.dumps(obj)), None
-    except Exception as error:  # whatever an object's own __reduce__ may raise
+    except Exception as error:  # an object's own __reduce__ may raise anything
         return bytearray(), error
 
 

@@ -1,4 +1,4 @@
-"""The path of gradient hooks: allreduces of the same tensors, again and again, many in one call."""
+"""Persistent allreduces for gradient hooks: the same tensors in each step, many in one call."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PersistentAllreduce(Gradient):
         self, name: str, dtype: int, shape: Sequence[int], op: int, prescale: float = 1.0,
         postscale: float = 1.0, process_set: int = WORLD_SET,
     ) -> None:  # fmt: skip
-        """Compute all that every start needs."""
+        """Compute everything that all starts share."""
         self.request, self._owners = make_request(
             ALLREDUCE, name, [View(0, 0, dtype, tuple(shape), self.device)], process_set, op, 0,
             prescale, postscale, None,
@@ -58,17 +58,17 @@ class PersistentAllreduce(Gradient):
         self.address = int(ffi.cast("uintptr_t", self.request))
 
     def weigh(self, cell: Any) -> None:
-        """Make it a weighted average; `cell`, of `new_weight`, has this rank's. None: a plain one.
+        """Make it a weighted average; `cell`, of `new_weight`, has this rank's weight. None: plain.
 
-        Whoever gives the cell keeps it. It is read at each start.
+        The caller keeps `cell` alive. It is read at each start.
         """
         if self.request is not None:
             self.request.weight = ffi.NULL if cell is None else cell
 
     def wait_in(self, stream: int = 0) -> Any:
-        """Wait for what was started, if it is in flight; return its tensor.
+        """Wait for the started request, if it is in flight; return its tensor.
 
-        On a device `stream` waits, and the stream that the tensor was computed in.
+        On a device, `stream` and the stream that computed the tensor wait for it.
         """
         handle, keep = self.handle, self.keep
         code = block_until_complete(handle) if handle else lib.HR_OK
@@ -88,7 +88,7 @@ class PersistentAllreduce(Gradient):
         return keep
 
     def abandon(self) -> None:
-        """Forget what is in flight, if anything is."""
+        """Forget the request in flight, if there is one."""
         if self.handle:
             abandon(self.handle, self.keep)
         self.handle = 0
@@ -96,7 +96,7 @@ class PersistentAllreduce(Gradient):
 
 
 def new_weight() -> Any:
-    """Return memory for a weight, its item 0, which is 0 at first."""
+    """Return memory for one weight, item 0, initially 0."""
     return ffi.new("double *")
 
 
@@ -104,10 +104,10 @@ def start_many(
     requests: Sequence[PersistentAllreduce], addresses: list[int], tensors: Sequence[object],
     in_flight: list[int],
 ) -> tuple[int, int]:  # fmt: skip
-    """Start requests with `tensors` at `addresses`; return how many were, and a code.
+    """Start requests with `tensors` at `addresses`; return how many were started, and a code.
 
-    If one is refused, it and those after it are not in flight; `fail(code)` tells why. The handles
-    of the others are added to `in_flight`.
+    If one is rejected, neither it nor any later one is in flight; `fail(code)` raises the reason.
+    The handles of the others are added to `in_flight`.
     """
     count = len(addresses)
     c_handles = ffi.new("int64_t[]", count)
@@ -129,7 +129,7 @@ def start_many(
 def finish_many(handles: list[int], stream: int | None = None) -> bool:
     """Wait for all handles and release them. False: some failed, and none is released.
 
-    `stream`, of a device, waits for the results there. May be called again.
+    `stream`, of a device, waits for the results. May be called again.
     """
     c_handles, count = ffi.new("int64_t[]", handles), len(handles)
     while True:

@@ -1,11 +1,10 @@
 """The flight recorder: the latest events of this process, where other processes can read them.
 
-It is a file of 68 KB in memory, or in the folder HORORING_FLIGHT_RECORDER. It holds the rank, host
-and process, the last 1,024 events of the engine, and then the Python stack of the main thread at
-each request for it. The core writes the events (csrc/base/recorder.cc). `faulthandler` writes the
-stack, on a signal to the main thread, so that no other thread needs the interpreter. No server is
-needed: `python -m hororing doctor` opens the file through /proc, or where a job that was killed has
-left it.
+It is a file of 68 KB, in memory or in the folder HORORING_FLIGHT_RECORDER. It holds the rank, host
+and process, the last 1,024 events of the engine, and the latest Python stack of the main thread.
+The core writes the events (csrc/base/recorder.cc). `faulthandler` writes the stack when a signal
+arrives at the main thread, so no other thread needs the interpreter. No server is needed: `python
+-m hororing doctor` opens the file through /proc, or in the folder where a killed job has left it.
 
     offset  bytes
          0   1024  JSON, zero-terminated
@@ -64,26 +63,26 @@ _COLLECTIVES = {
 
 
 class _Own:
-    """The recorder of this process, which lives as long as it."""
+    """The recorder of this process; it lives as long as the process."""
 
     mapped: mmap.mmap | None = None
     facts: dict[str, Any] = {}  # noqa: RUF012 - there is one
 
 
 def begin(folder: str | None, stack_signal: int, started_by: Launch, job: str) -> None:
-    """Open it, in the first `init` of this process. ValueError: a knob makes that impossible."""
+    """Open it, in the first `init` of this process. ValueError if a setting prevents that."""
     if _Own.mapped is not None:
         return
     try:
         file = _create(folder, started_by.rank or 0)
     except OSError as error:
-        if folder is None:  # a sandbox, say: then without
+        if folder is None:  # in a sandbox, for example: go without
             return
         raise ValueError(f"HORORING_FLIGHT_RECORDER={folder}: {error}") from None
     _Own.mapped = mmap.mmap(file, _RING)
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
     if stack_signal != 0 and not _is_free(stack_signal):
-        stack_signal = 0  # the script uses it
+        stack_signal = 0  # the script uses this signal
     if stack_signal != 0:
         try:
             faulthandler.register(stack_signal, file=file, all_threads=False)
@@ -104,7 +103,7 @@ def begin(folder: str | None, stack_signal: int, started_by: Launch, job: str) -
 
 
 def note(**facts: int | None) -> None:
-    """Write down what has become known of this process."""
+    """Record a fact about this process."""
     if _Own.mapped is None:
         return
     _Own.facts.update(facts)
@@ -119,10 +118,10 @@ def _create(folder: str | None, rank: int) -> int:
         os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, f"rank-{rank}.{os.getpid()}{SUFFIX}")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with contextlib.suppress(FileNotFoundError):  # of a process of the same number
+        with contextlib.suppress(FileNotFoundError):  # of an earlier process with this id
             os.unlink(path)
         file = os.open(path, flags, 0o600)
-    os.posix_fallocate(file, 0, _SIZE)  # a full disk is an error now, and no SIGBUS later
+    os.posix_fallocate(file, 0, _SIZE)  # a full disk is an error now, not a SIGBUS later
     return file
 
 
@@ -142,7 +141,7 @@ def _signals(pid: int | str) -> list[int]:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that has happened to a request."""
+    """An event of a request."""
 
     time: float  # seconds since the epoch
     kind: str  # "submitted", "agreed", "done", "failed"
@@ -155,11 +154,11 @@ class Recording:
 
     facts: dict[str, Any]
     events: list[Event]
-    stacks: int  # how many there were
+    stacks: int  # how many were written
     stack: str  # the latest; "": none
 
     def unfinished(self) -> list[Event]:
-        """The last event of each request that is neither done nor failed, as far as is recorded."""
+        """The last event of each request that is neither done nor failed, as far as recorded."""
         last: dict[str, Event] = {}
         for event in self.events:
             last.pop(event.request, None)
@@ -169,7 +168,7 @@ class Recording:
 
 
 def read(path: str | os.PathLike[str]) -> Recording:
-    """Read a recorder's file. ValueError for any other."""
+    """Read a recorder's file. ValueError for any other file."""
     data = Path(path).read_bytes()
     try:
         facts = json.loads(data[:_JSON].rstrip(b"\0"))
@@ -178,7 +177,7 @@ def read(path: str | os.PathLike[str]) -> Recording:
         found = [_EVENT.unpack_from(data, _RING + i * _EVENT.size) for i in range(_EVENTS)]
     except (ValueError, KeyError, TypeError, struct.error):
         raise ValueError(f"{path} is not a flight recorder of hororing") from None
-    # From the one that is overwritten next.
+    # Starting with the event that is overwritten next.
     ordered = found if count <= _EVENTS else found[count % _EVENTS :] + found[: count % _EVENTS]
     events = [
         Event((time_ns + offset) / 1e9, _KINDS.get(kind, "?"), _request(collective, length, name))
@@ -196,7 +195,7 @@ def _request(collective: int, length: int, name: bytes) -> str:
 
 
 def find(pid: int) -> str | None:
-    """The path through which the recorder of a process can be read; None: it has none.
+    """The path at which the recorder of a process can be read; None: it has none.
 
     PermissionError for a process of another user.
     """
@@ -204,7 +203,7 @@ def find(pid: int) -> str | None:
     for number in os.listdir(folder):
         try:
             target = os.readlink(f"{folder}/{number}").removesuffix(" (deleted)")
-        except OSError:  # it was closed meanwhile
+        except OSError:  # it was closed in the meantime
             continue
         if target == f"/memfd:{NAME}" or target.endswith(SUFFIX):
             return f"{folder}/{number}"
@@ -212,13 +211,13 @@ def find(pid: int) -> str | None:
 
 
 def ask_for_stack(pid: int, path: str, patience_s: float = 2.0) -> Recording:
-    """Make the main thread of `pid` write its stack, and read the recorder at `path` then.
+    """Make the main thread of `pid` write its stack, then read the recorder at `path`.
 
-    Where it does not, the stack is empty.
+    If the thread does not, the stack is empty.
     """
     before = read(path)
     signal = int(before.facts["stack_signal"])
-    # Without the handler it would end the process.
+    # Without the handler, the signal would end the process.
     if signal == 0 or not _signals(pid)[-1] >> (signal - 1) & 1:
         return before
     os.kill(pid, signal)

@@ -1,7 +1,7 @@
-"""Life of the engine in this process: `init`, `shutdown`, and its timeline.
+"""The life of the engine in this process: `init`, `shutdown` and its timeline.
 
-There is one engine per process; a forked child has none. The state is that of `hororing.job`. How
-the engine ends with its process: hororing/process_end.py.
+Each process has one engine; a forked child has none. `hororing.job` holds the state. For the end of
+the engine with its process see hororing/process_end.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hororing.neighbours import Neighbours, job_of
 from hororing.process_end import install_hooks, reason_of, shutdown
 from hororing.rendezvous.client import Member, RendezvousError
 
-# Between two looks for a signal, and for ranks of this host that have ended, while init waits.
+# While init waits: seconds between two checks for signals, and for ended ranks of this host.
 _LOOK_S, _NEIGHBOURS_S = 0.2, 0.5
 
 _WORLD = -1  # as hr_config.mpi_communicator
@@ -52,26 +52,26 @@ _log = Forwarder()
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Start the engine and find the other ranks. Blocks until all ranks have called it.
 
-    Does nothing when already initialised. `shutdown()` and `init()` may follow one another. In an
-    elastic job (hororun --min-np) that forms the next generation: of the processes that are there
-    by then, with ranks of its own.
+    Does nothing if already initialised. `shutdown()` and `init()` may follow one another. In an
+    elastic job (hororun --min-np), this forms the next generation of the processes that exist by
+    then; it has new ranks.
 
     Parameters
     ----------
     comm : None for all ranks of the job; or, if MPI started them, a list of ranks, which then form
-        a job of their own, or an mpi4py communicator.
+        their own job, or an mpi4py communicator.
     process_sets : a list of `ProcessSet` or of lists of ranks, registered with ids from 1 in this
         order; or "dynamic", which allows `add_process_set` afterwards.
 
     Raises
     ------
     ValueError : a bad argument or environment variable; this rank is not in `comm`; or a launcher
-        tells of several processes, but not where they meet (HORORING_ALONE=1 makes each of them a
-        job of one rank).
+        started several processes without saying where they meet (HORORING_ALONE=1 makes each a job
+        of one rank).
     MismatchError : ranks are configured differently.
-    TransportError : the ranks cannot reach one another, or not all came within HORORING_TIMEOUT_S.
-    PeerLostError : a rank has ended before all had come, as far as its host or MPI tells.
-    KeyboardInterrupt : within seconds. If MPI was starting, the process can then only end.
+    TransportError : ranks cannot reach one another, or some did not come within HORORING_TIMEOUT_S.
+    PeerLostError : a rank ended before all had come, as far as its host or MPI reports.
+    KeyboardInterrupt : within seconds. If MPI was starting, the process can only end.
     SystemExit : 0, an elastic job no longer needs this process: its host was removed, or all is
         done.
 
@@ -90,9 +90,9 @@ def start(
     process_sets: Any = None,
     meet: Callable[[], Member] | None = None,
 ) -> None:
-    """Do what `init` does, in a job that was launched as told.
+    """Do what `init` does, in a job that was launched as `started_by` says.
 
-    `meet` finds the ranks' store, where nothing in the environment tells of one.
+    `meet` finds the ranks' store if the environment does not name one.
     """
     static = sets.parse(process_sets)
     if job.has_engine():
@@ -112,7 +112,7 @@ def _start(
     process_sets: str,
     meet: Callable[[], Member] | None,
 ) -> None:
-    job.refuse_forked()  # in a child the lock may stay locked for ever
+    job.refuse_forked()  # in a child the lock may stay locked forever
     with _process.lock:
         if job.has_engine():
             return
@@ -145,7 +145,7 @@ def _start(
 def _start_elastic(
     settings: configuration.Config, comm: Any, dynamic: bool, process_sets: str
 ) -> None:
-    """Form the next generation, and another one where a member is lost meanwhile."""
+    """Form the next generation, and another one if a member is lost meanwhile."""
     if comm is not None:
         raise ValueError(f"init: comm={comm!r} needs MPI, which did not start this elastic job")
     launch.refuse_children(Launch(launch.ELASTIC, mpi=False, own=membership.SIGN))
@@ -166,11 +166,11 @@ def _find_ranks(
     comm: Any,
     meet: Callable[[], Member] | None,
 ) -> None:
-    """Find the store of this job, if the environment tells of one. It serves until the end."""
+    """Find the store of this job, if the environment names one. It serves until the end."""
     if _process.member is not None:
         if meet is None:
             return
-        _process.member.done()  # with the job before
+        _process.member.done()  # leave the previous job
         _process.member = None
     try:
         _process.member = meet() if meet else bootstrap.find(started_by, settings)
@@ -187,7 +187,7 @@ def _lost(error: RendezvousError) -> errors.HororingInternalError:
 
 
 def _answer(member: Member, timeout_s: float) -> None:
-    """Share what the core asks for. Blocks until all ranks have come so far."""
+    """Share the texts that the core asks for. Blocks until all ranks have come so far."""
     mine = ffi.string(lib.hr_asked()).decode("utf-8", "surrogateescape")
     try:
         texts = member.share(mine, timeout_s or math.inf)
@@ -206,7 +206,7 @@ def _run(
     ranks: list[int] | None,
     neighbours: Neighbours | None,
 ) -> None:
-    """Start the engine; after whatever exception there is none."""
+    """Start the engine. After an exception there is none."""
     level = _log.configure(
         settings.log_level(),
         chosen=settings.settings["LOG_LEVEL"].source != "default",
@@ -223,14 +223,14 @@ def _run(
     named = bootstrap.name_of(_process.member) if _process.member else job_of("self") or ""
     recorder.begin(settings["FLIGHT_RECORDER"], settings["STACK_SIGNAL"], started_by, named)
     _process.pid = os.getpid()
-    _process.broken = True  # until it is known to be whole
+    _process.broken = True  # until it is known to work
     install_hooks(_log.close)
     try:
         code = int(lib.hr_init(c_config))
         if code == lib.HR_OK:
             code = _await_start(neighbours, settings["TIMEOUT_S"])
         if code != lib.HR_OK:
-            # A rank that is not in `comm` does not take part, but nothing is wrong with MPI.
+            # A rank outside of `comm` does not take part, but MPI is not broken.
             _process.broken = code != lib.HR_INVALID_ARGUMENT
             fail(code)
         _process.broken = False
@@ -244,7 +244,7 @@ def _run(
         for callback in _process.at_init:
             callback()
     except BaseException as error:
-        if _process.topology is not None or not isinstance(error, Exception):  # Ctrl-C, say
+        if _process.topology is not None or not isinstance(error, Exception):  # Ctrl-C, for example
             _process.broken = True
         lib.hr_abort(reason_of(type(error), error))
         _process.topology = None
@@ -252,7 +252,7 @@ def _run(
 
 
 def _await_start(neighbours: Neighbours | None, timeout_s: float) -> int:
-    """Wait for the engine of hr_init; its code. Ctrl-C is answered."""
+    """Wait for the engine of hr_init; return its code. Ctrl-C works."""
     began = time.monotonic()
     look_at = began + _NEIGHBOURS_S
     pending = True
@@ -262,7 +262,7 @@ def _await_start(neighbours: Neighbours | None, timeout_s: float) -> int:
         pending = code in (lib.HR_PENDING, lib.HR_ASKS)
         if code == lib.HR_ASKS and _process.member is not None:
             _answer(_process.member, timeout_s)
-        # MPI_Init may also fail because of one, and does not tell of which.
+        # MPI_Init may also fail because of a dead rank, without saying which.
         if neighbours is None or not (now >= look_at or code == lib.HR_TRANSPORT):
             continue
         look_at = now + _NEIGHBOURS_S
@@ -277,7 +277,7 @@ def _await_start(neighbours: Neighbours | None, timeout_s: float) -> int:
 
 
 def _parse_comm(comm: Any, started_by: Launch) -> tuple[int, list[int] | None, bool]:
-    """Fortran handle, ranks, and whether the communicator has several ranks."""
+    """The Fortran handle, the ranks, and whether the communicator has several ranks."""
     if comm is None:
         return _WORLD, None, False
     if isinstance(comm, (list, tuple, range)):
@@ -314,9 +314,9 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Record the events of all ranks in `file_path` from now on.
 
-    Only rank 0's call counts; on other ranks it does nothing. A timeline that is being written is
-    finished first; if it is the same file, it continues. `mark_cycles` adds CYCLE_START events.
-    The file holds the last HORORING_TIMELINE_BYTES. ValueError where it cannot be written.
+    Only rank 0's call has an effect. A timeline that is being written is finished first; with the
+    same file it continues. `mark_cycles` adds CYCLE_START events. The file holds the last
+    HORORING_TIMELINE_BYTES. ValueError if it cannot be written.
 
     >>> hvd.start_timeline("timeline.json")
     >>> mean = hvd.allreduce(loss, name="loss")
@@ -335,14 +335,14 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """Finish the timeline; returns when the file is complete. Nothing where there is none."""
+    """Finish the timeline; returns when the file is complete. Does nothing if there is none."""
     topology()
     code = int(lib.hr_timeline_stop())
     if code != lib.HR_OK:
         fail(code)
 
 
-# Scripts call these; the rest is for the library.
+# For scripts; the rest is for the library.
 __all__ = [
     "cross_rank",
     "cross_size",

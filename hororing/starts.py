@@ -1,4 +1,4 @@
-"""Where ranks meet that a launcher without MPI has started, by the variables that it sets.
+"""Where the ranks of a launcher without MPI meet, according to its variables.
 
 ======================  ========================================================================
 torchrun, accelerate    torch's store at MASTER_ADDR:MASTER_PORT (rendezvous/torch_store.py)
@@ -7,7 +7,7 @@ srun                    a file that only its user can read, named by the job and
 Kubernetes              rank 0's pod by its name in the job's headless service
 ======================  ========================================================================
 
-Pure but for this host's name.
+Pure, except for this host's name.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Place:
 
     rendezvous: str  # host:port, file:///directory, torch://host:port
     job: str
-    one_host: bool = False  # all ranks are of this host
-    makes_store: bool = False  # torch's: rank 0 has it, and no agent
+    one_host: bool = False  # all ranks are on this host
+    makes_store: bool = False  # torch's store: rank 0 makes it, not an agent
     makes_directory: bool = False
-    remedy: str = ""  # what to do where they do not
+    remedy: str = ""  # what to do if they do not meet there
 
 
 def place(started_by: Launch, env: Mapping[str, str]) -> Place | None:
-    """By the launcher's variables; None: it tells of no place.
+    """From the launcher's variables; None: they name no place.
 
     ValueError names the variable that is missing or wrong.
     """
@@ -53,11 +53,11 @@ def applies_to(started_by: Launch) -> bool:
 
 
 def job(started_by: Launch, env: Mapping[str, str]) -> str:
-    """A name that differs between all starts on all hosts that share a directory; "": none."""
+    """A name that is unique among all starts on all hosts of a shared directory; "": none."""
     number = env.get("SLURM_JOB_ID")
     if started_by.launcher != launch.SRUN or not number:
         return ""
-    # Clusters may share directories.
+    # Several clusters may share directories.
     return _name("slurm", env.get("SLURM_CLUSTER_NAME"), number, env.get("SLURM_STEP_ID"))
 
 

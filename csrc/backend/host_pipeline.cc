@@ -127,7 +127,7 @@ Status HostPipeline::RunUntil(Ready ready, Peers lagging) {
     if (now >= next_check_ns_) {
       next_check_ns_ = After(now, on_wire_ ? kWireCheckInterval : kCheckInterval);
       HORORING_RETURN_IF_ERROR(wire_.CheckPeers());
-      wait.Look(wire_, now, lagging);
+      wait.Check(wire_, now, lagging);
     }
     if (!backoff.Pause(local_, epoch, false, wire_.Extended(deadline_))) {
       return wait.GiveUp(wire_, lagging());

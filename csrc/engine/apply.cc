@@ -71,7 +71,7 @@ void Loop::Apply(const Agreement& agreement) {
 // Sets how long requests are collected before they are reported.
 void Loop::SetCycleTime(TimeNs cycle_time_ns) {
   pace_.set_cycle_time(cycle_time_ns);
-  if (host_reports_) host_reports_->set_cycle_time(ReportPace::kPatience * cycle_time_ns);
+  if (host_reports_) host_reports_->set_cycle_time(ReportPace::kUnansweredCycles * cycle_time_ns);
   shared_.stats.cycle_time_ns = cycle_time_ns;
 }
 

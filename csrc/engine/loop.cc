@@ -187,7 +187,7 @@ void Loop::FollowTuner() {
   ReadyQueue& queue = coordinator_->queue();
   Tuner* const tuner = queue.tuner();
   for (const BatchRunner::CompletedBatch& ran : runner_.TakeCompleted())
-    queue.CompletedBatch(ran.bytes, ran.end);
+    queue.Ran(ran.bytes, ran.end);
   shared_.stats.fusion_bytes = tuner->setting().fusion_bytes;
   const std::vector<std::string> lines = tuner->TakeLog();
   for (const std::string& line : lines) tune_log_ << line << std::endl;

@@ -15,7 +15,7 @@ std::unique_lock<std::mutex> Devices::LockOpening() {
   for (;;) {
     std::unique_lock<std::mutex> opening(opening_, std::try_to_lock);
     if (opening.owns_lock()) return opening;
-    const CallWatch::Call waits(CallWatch::OfThread(), kOpening);
+    const CallWatch::Call waits(CallWatch::Current(), kOpening);
     std::lock_guard<std::mutex> wait(opening_);
   }
 }

@@ -1,6 +1,6 @@
-"""The connection of one rank to the store: it says that the rank lives, and carries its requests.
+"""The connection of a rank to the store: it shows that the rank lives, and carries its requests.
 
-Blocking, for any thread; one request at a time. A child that a rank forks has no part in it.
+Blocking, for any thread; one request at a time. A forked child does not use it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 from hororing.rendezvous import protocol
 from hororing.rendezvous.protocol import Frames, Hello, ProtocolError
 
-_RETRY_S = (0.02, 0.5)  # first and last pause between two tries to connect
-# One try of all addresses, and how long each is tried before the next one is, too: a network may
-# drop without a word what is sent to one of them.
+_RETRY_S = (0.02, 0.5)  # first and last pause between two attempts to connect
+# Time limit of one attempt at all addresses, and the time before the next address is tried, too: a
+# network may silently drop packets to one of them.
 _CONNECT_S, _ALONE_S = 2.0, 0.1
 _HANDSHAKE_S = 5.0  # longer than the store waits
-_ANSWER_S = 10.0  # for the store, beyond the deadline that it watches itself
+_ANSWER_S = 10.0  # for the store, beyond the deadline that the store watches itself
 _DONE_S = 5.0
 _RECEIVE_BYTES = 2**16
 
@@ -38,8 +38,8 @@ class RendezvousError(Exception):
 
     Attributes
     ----------
-    rank : the rank that is to blame; -1: none, or it is not known.
-    refused : the store does not let this process in, and will not later.
+    rank : the rank to blame; -1: none, or unknown.
+    refused : the store does not admit this process, now or later.
     """
 
     def __init__(self, text: str, rank: int = -1, refused: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The connection of a process of an elastic job: it gets a rank with each generation."""
+"""The connection of a process of an elastic job, which gets a rank with each generation."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class RetiredError(Exception):
 
 
 class ElasticMember(Member):
-    """A process of an elastic job, as the store knows it.
+    """A process of an elastic job, from the store's view.
 
-    Blocks until the store has let it in. It has rank -1 and size 0 until `next_world`.
+    Blocks until the store has admitted it. It has rank -1 and size 0 until `next_world`.
 
     Parameters
     ----------
     address, secret, job, host, timeout_s, insecure : as those of `Member`.
-    process : the number that the launcher knows this process by.
+    process : the launcher's number for this process.
 
     Attributes
     ----------
-    beats : the second connection, by which the core tells that this process lives, and hears what
-        `protocol.over` and `protocol.updated` make.
+    beats : the second connection, on which the core sends signs of life, and receives the frames of
+        `protocol.over` and `protocol.updated`.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class ElasticMember(Member):
 
     @property
     def connected(self) -> bool:
-        """Whether the store still knows it; else only a new connection can be of use."""
+        """Whether the store still knows it; otherwise only a new connection can help."""
         return self._stream is not None
 
     def next_world(self, step: int, marks: int, failed: bool) -> World:
         """Leave the generation, and wait for the next one, in which it has a new rank.
 
-        Blocks until all members have called it; Ctrl-C ends that, and it may be called again.
+        Blocks until all members have called it. Ctrl-C interrupts it; it may be called again.
 
         Parameters
         ----------
-        step, marks : how far its state is: the number of steps, and how often it has noted since
-            then what it keeps beside the parameters.
-        failed : something has failed, so the other members cannot go on either.
+        step, marks : how far its state is: the number of steps, and how often it has saved the
+            script's other values since that step.
+        failed : something has failed, so the other members cannot continue either.
 
         Raises
         ------
@@ -98,7 +98,7 @@ class ElasticMember(Member):
     def close(self) -> None:
         """End the connections; without `done` this process then counts as lost."""
         super().close()
-        self.beats.close()  # only now: its users have ended by `at_close`
+        self.beats.close()  # only now: its users have ended in `at_close`
 
     def _say(self, message: dict[str, Any]) -> None:
         if self._stream is None:
@@ -109,7 +109,7 @@ class ElasticMember(Member):
             raise self._failed(error) from None
 
     def _receive_reply(self, asked: int) -> dict[str, Any]:
-        """The answer to this request. Those to what was given up before are left out."""
+        """The reply to this request. Skips replies to requests that were given up."""
         assert self._stream is not None
         while True:
             try:

@@ -1,7 +1,7 @@
 """The server of an elastic job: its members, and the generations that they form.
 
-A connection is a membership, as with `store.Store`; but a member that is lost costs the job no more
-than its place. What is decided when, `generations` knows; here are connections and time.
+A connection is a membership, as with `store.Store`, but losing a member costs only its place, not
+the job. `generations` decides what happens when; this module handles connections and time.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from hororing.rendezvous.server import Peer, Refusal, Server
 
 __all__ = ["Done", "ElasticStore", "Ended", "Event", "Joined", "Lost", "World"]
 
-# The usual reason for a lost member. With other reasons its process may still run.
+# The usual reason for a lost member. With other reasons, its process may still be running.
 CONNECTION_ENDED = "its connection closed unexpectedly"
 
 
-# Checks for signs of life, in the time that a silent member has.
+# Number of checks for signs of life within the time limit of a silent member.
 _LOOKS = 8
-# Its first sign of life may come so many times later.
+# The first sign of life may take this many times longer.
 _FIRST_BEAT = 10
 
 
@@ -47,11 +47,11 @@ class ElasticStore(Server):
     Parameters
     ----------
     job, secret, host, port, insecure : as those of `Server`.
-    np : how many members the first generation waits for.
-    min_np, max_np : the fewest and the most members of a generation; None: `np`.
+    np : the number of members that the first generation waits for.
+    min_np, max_np : the minimum and maximum number of members of a generation; None: `np`.
     elastic_timeout_s : longest time with fewer than that, or until the members of a generation that
         is over ask for the next one; 0: no limit.
-    peer_timeout_s : a member that gives no sign of life for so long is lost.
+    peer_timeout_s : a member without a sign of life for this long is lost.
     on_event : called in the event loop of the store with each Joined, Lost, Done, World and Ended.
         What it raises is logged.
     """

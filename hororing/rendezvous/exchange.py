@@ -1,7 +1,7 @@
-"""The texts that the ranks of one generation tell one another, through the store.
+"""The texts that the ranks of one generation share through the store.
 
-A GET or a GATHER is answered when it can be, or at its deadline. Once a rank is lost, ranks that
-wait are told, and so are ranks that would wait later.
+A GET or a GATHER is answered when that is possible, or at its deadline. Once a rank is lost, ranks
+that wait are told, and so are ranks that would wait later.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hororing.rendezvous.server import Peer
 
 @dataclass(eq=False)
 class _Wait:
-    """A GET or GATHER that is not answered yet."""
+    """An unanswered GET or GATHER."""
 
     peer: Peer
     deadline: asyncio.TimerHandle | None
@@ -35,7 +35,7 @@ class _Wait:
 
 @dataclass(eq=False)
 class _Gather:
-    """The texts that have come, and the ranks that wait for the rest."""
+    """The texts so far, and the ranks that wait for the others."""
 
     texts: dict[int, str] = field(default_factory=dict)
     waits: dict[int, _Wait] = field(default_factory=dict)
@@ -47,11 +47,11 @@ class Exchange:
     Attributes
     ----------
     lost : why nothing can be gathered any more, by rank.
-    statuses : what ranks have said that ended as they should.
+    statuses : the exit statuses of ranks that have ended normally.
     """
 
     def __init__(self, generation: int, size: int, peers: Mapping[int, Peer]) -> None:
-        """`peers`: the connected peers, by rank; changed by the store."""
+        """`peers`: the connected peers, by rank; the store changes it."""
         self.lost: dict[int, str] = {}
         self.statuses: dict[int, int] = {}
         self._generation, self._size, self._peers = generation, size, peers
@@ -80,7 +80,7 @@ class Exchange:
                 raise ProtocolError("an unknown request")
 
     def end(self, rank: int, peer: Peer, status: int | None, who: str) -> None:
-        """A rank has left: with a status as it should, or else it is lost."""
+        """A rank has left: with a status if it ended normally, otherwise it is lost."""
         for deadline in peer.deadlines:
             deadline.cancel()
         if status is None:
@@ -131,7 +131,7 @@ class Exchange:
         gather.texts[rank] = text
 
         def missed() -> None:
-            # A rank that gives up takes no part: all ranks get the texts, or none does.
+            # A rank that gives up does not take part: all ranks get the texts, or none does.
             del gather.waits[rank], gather.texts[rank]
             missing = [
                 each for each in range(self._size) if each not in gather.texts and each != rank
@@ -158,7 +158,7 @@ class Exchange:
         return _Wait(peer, deadline)
 
     def _missing(self, ranks: list[int]) -> str:
-        """Describe the ranks that have not come, and which of them have at least connected."""
+        """Describe the missing ranks, and which of them have at least connected."""
         here = [rank for rank in ranks if rank in self._peers]
         away = [rank for rank in ranks if rank not in self._peers]
         parts = []

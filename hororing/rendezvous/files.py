@@ -1,8 +1,8 @@
-"""A directory that all hosts share, as the place where ranks find the store.
+"""A directory that all hosts share, in which ranks find the store.
 
 Rank 0 writes its offer (hororing/rendezvous/offers.py) into a file that only its user can read, and
-removes it when all ranks are in. Files of earlier jobs may lie there: they have another job's name,
-or their owner is dead, or no store answers with that secret.
+removes it when all ranks have connected. The directory may contain files of earlier jobs: they have
+another job's name, their owner is dead, or no store answers with that secret.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _MOST_BYTES = 2**16
 
 
 def place(directory: str, job: str) -> Path:
-    """Where the file of a job is."""
+    """The path of a job's file."""
     return Path(directory) / f"hororing-{job}.json"
 
 
 def serve(
     directory: str, *, job: str, size: int, timeout_s: float, one_host: bool = False
 ) -> Member:
-    """Start the store in this process, rank 0, write where it is, and connect.
+    """Start the store in this process, rank 0, write its address, and connect.
 
     Raises
     ------
@@ -59,15 +59,15 @@ def serve(
 
 
 def join(directory: str, *, job: str, rank: int, size: int, timeout_s: float) -> Member:
-    """Wait for the file, and connect. RendezvousError where that fails until the deadline."""
+    """Wait for the file, and connect. RendezvousError if that fails until the deadline."""
     path = place(directory, job)
     return offers.accept(lambda: _read(path), rank=rank, size=size, timeout_s=timeout_s)
 
 
 def _read(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """Return the offer in the file; or None, and why there is none of a live job."""
+    """Return the offer in the file; or None, and why a live job has none."""
     with contextlib.suppress(OSError):
-        # Lets NFS forget that the file was not there a moment ago.
+        # Makes NFS forget that the file did not exist a moment ago.
         os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -89,7 +89,7 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Make the file appear complete, readable by this user only."""
+    """Publish the complete file at once, readable by this user only."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     number = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -104,7 +104,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _owner(pid: int) -> dict[str, Any]:
-    """Return an identity that no other process of this machine has had since its boot."""
+    """Return an identity that no other process of this machine has had since boot."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return {
@@ -115,7 +115,7 @@ def _owner(pid: int) -> dict[str, Any]:
 
 
 def _began(pid: int) -> int | None:
-    """When the process began, in the kernel's ticks; None: there is no such process."""
+    """When the process began, in the kernel's ticks; None: it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b") ")[2].split()
@@ -125,7 +125,7 @@ def _began(pid: int) -> int | None:
 
 
 def _is_alive(owner: dict[str, Any]) -> bool | None:
-    """None: it is of another host or container, where this cannot be known."""
+    """None: it is on another host or in another container, so this is unknown."""
     pid = owner.get("pid")
     if type(pid) is not int:
         return None

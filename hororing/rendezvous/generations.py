@@ -1,8 +1,8 @@
 """The members of an elastic job, and when its next generation forms: a state machine without IO.
 
-A generation is a set of members with ranks 0 to n-1. Members come (`join`), say that they have left
-their generation and want the next one (`ready`), end as they should (`done`) or are lost (`lost`).
-As soon as every live member is ready, and there are enough, a `World` forms. Only the first
+A generation is a set of members with ranks 0 to n-1. Members come (`join`), report that they have
+left their generation and want the next one (`ready`), end normally (`done`) or are lost (`lost`).
+As soon as every live member is ready, and there are enough of them, a `World` forms. Only the first
 generation waits for processes that may come later.
 
     join -> waiting -> World -> member -> ready -> waiting -> World ...
@@ -11,11 +11,11 @@ See docs/adr/0051-generations-of-engines.md.
 
 Invariants
   1. Generations have ascending numbers, from 1; each has one World.
-  2. A World holds only members that have said, since the World before, that they have left it.
+  2. A World contains only members that have reported, since the previous World, that they left it.
   3. Rank 0 has the most advanced state: most steps first, then most marks since the last one, then
      the oldest. Ranks of a host follow one another.
 
-Every method returns what has happened thereby, in this order. Pure: no clock, sockets or threads.
+Every method returns the events that it causes, in order. Pure: no clock, sockets or threads.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Member:
     uid: str
     host: str
     pid: int
-    step: int  # what it had reached when the generation formed
-    marks: int  # how often it has noted, since then, what it keeps beside the parameters
+    step: int  # steps it had taken when the generation formed
+    marks: int  # how often it has saved the script's other values since
 
     def title(self) -> str:
-        """Name it for people."""
+        """The process in texts for people."""
         return f"process {self.pid} on host {self.host}"
 
 
@@ -68,7 +68,7 @@ class Lost(Event):
 
 @dataclass(frozen=True)
 class Done(Event):
-    """A process has ended as it should. `rank`: -1 if it had none."""
+    """A process has ended normally. `rank`: -1 if it had none."""
 
     uid: str
     rank: int
@@ -84,13 +84,13 @@ class World(Event):
 
     @property
     def step(self) -> int:
-        """How many steps were done before it: those from here on are steps of its members."""
+        """How many steps were done before it; later ones are steps of its members."""
         return self.members[0].step
 
 
 @dataclass(frozen=True)
 class Broken(Event):
-    """The generation cannot go on: its members must leave it. `rank` is to blame."""
+    """The generation cannot continue: its members must leave it. `rank` is to blame."""
 
     generation: int
     rank: int
@@ -99,7 +99,7 @@ class Broken(Event):
 
 @dataclass(frozen=True)
 class Updated(Event):
-    """Members should leave in agreement, when it suits them. `what`: REMOVED, ADDED, or both."""
+    """Members should leave together when convenient. `what`: REMOVED, ADDED, or both."""
 
     generation: int
     what: int
@@ -107,14 +107,14 @@ class Updated(Event):
 
 @dataclass(frozen=True)
 class Retired(Event):
-    """A waiting process is of a host that was taken away: it is to end."""
+    """The host of a waiting process was removed: the process must end."""
 
     uid: str
 
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """The job cannot go on; no process gets into a generation any more."""
+    """The job cannot continue; no process gets into another generation."""
 
     reason: str
 
@@ -124,13 +124,13 @@ class _Process:
     uid: str
     host: str
     pid: int
-    order: int  # in which it came
+    order: int  # order of arrival
     ready: bool = False
     step: int = 0
     marks: int = 0
     rank: int = -1  # in the last generation; -1: it was not in it
-    newcomer: bool = True  # it was in none
-    told: bool = False  # to end
+    newcomer: bool = True  # it has not been in any generation
+    told: bool = False  # was told to end
 
     def advance(self) -> tuple[int, int, int]:
         return -self.step, -self.marks, self.order
@@ -142,8 +142,8 @@ class Generations:
 
     Parameters
     ----------
-    np : how many the first generation waits for.
-    min_np, max_np : the fewest and the most members of a generation.
+    np : the number of members that the first generation waits for.
+    min_np, max_np : the minimum and maximum number of members of a generation.
     """
 
     np: int
@@ -151,9 +151,9 @@ class Generations:
     max_np: int
     number: int = 0  # of the last generation
     world: World | None = None  # the last generation
-    broken: bool = False  # it is over, though some may not know
-    ended: str = ""  # why there will be no other
-    _finished: bool = False  # a member has done its work: the rest may end in any number
+    broken: bool = False  # it is over, though some members may not know yet
+    ended: str = ""  # why there will be no other generation
+    _finished: bool = False  # a member has finished: the others may end in any number
     _expected: int | None = None
     _came: int = 0
     _processes: dict[str, _Process] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class Generations:
     # Events
 
     def join(self, uid: str, host: str, pid: int) -> list[Event]:
-        """Take in a process, which is to say `ready` next. ValueError: that uid is there."""
+        """Add a process, which must call `ready` next. ValueError: the uid is in use."""
         if uid in self._processes:
             raise ValueError(f"the uid {uid} is in use")
         self._processes[uid] = _Process(uid, host, pid, self._came)
@@ -179,14 +179,14 @@ class Generations:
         return [Joined(uid, host, pid)]
 
     def ready(self, uid: str, generation: int, step: int, marks: int, failed: bool) -> list[Event]:
-        """Note that it has left its generation, and waits for the next one.
+        """Note that it has left its generation and waits for the next one.
 
         Parameters
         ----------
-        generation : the last one that it was in; 0: none. An older one than that in which it is
-            means that it never got there, and no member can.
-        step, marks : the state that it has.
-        failed : it left since something had failed, so the others cannot go on either.
+        generation : the last one that it was in; 0: none. If it is older than the current one,
+            it never got there, and no member can.
+        step, marks : the progress of its state.
+        failed : it left because something failed, so the others cannot continue either.
         """
         process = self._processes[uid]
         events: list[Event] = []
@@ -208,27 +208,27 @@ class Generations:
         return events + self._form()
 
     def done(self, uid: str, status: int) -> list[Event]:
-        """Take out a process that has said that it ends."""
+        """Remove a process that has reported its end."""
         process = self._processes.pop(uid)
         self._finished |= status == 0 and not process.newcomer and not self._is_retired(process)
         return [Done(uid, process.rank, status), *self._form()]
 
     def expect(self, count: int) -> list[Event]:
-        """Note how many processes have been started and have not come.
+        """Note how many processes have been started but have not come.
 
-        Where there are none, the first generation does not wait for `np`, but only for `min_np`.
+        If there are none, the first generation does not wait for `np`, only for `min_np`.
         """
         self._expected = count
         return self._form()
 
     def hosts_updated(self, added: Iterable[str], removed: Iterable[str]) -> list[Event]:
-        """Tell members that hosts have come and gone. A host that comes again is not retired."""
+        """Tell members that hosts have come and gone. A host that returns is not retired."""
         came, gone = set(added), set(removed)
         self._retired -= came
         return self._update((ADDED if came else 0) | (REMOVED if gone else 0))
 
     def retire(self, host: str) -> list[Event]:
-        """Let processes of this host into no further generation: they end when they ask for one."""
+        """Admit processes of this host to no further generation: they end when they ask for one."""
         self._retired.add(host)
         return self._form()
 
@@ -236,7 +236,7 @@ class Generations:
     # Time
 
     def lacks(self) -> str:
-        """Return what the next generation waits for and must not wait for ever; "": nothing."""
+        """Return what the next generation waits for and must not wait for forever; "": nothing."""
         members = [each for each in self._all() if each.rank >= 0]
         over = self.broken or not members or any(each.ready for each in members)
         if self.ended or not (over if self.number else self._processes):
@@ -265,7 +265,7 @@ class Generations:
     # -----------------------------------------------------------------------------------------
 
     def rank(self, uid: str) -> int:
-        """Its rank in the current generation; -1: it is not in it, or not any more."""
+        """Its rank in the current generation; -1: it is not, or no longer, in it."""
         process = self._processes.get(uid)
         return -1 if process is None or process.ready else process.rank
 

@@ -11,18 +11,18 @@ import struct
 from hororing.rendezvous import protocol
 
 _SIOCGIFADDR = 0x8915  # see netdevice(7)
-_ELSEWHERE = "192.0.2.1"  # of no host: kept for documentation (RFC 5737)
+_ELSEWHERE = "192.0.2.1"  # of no host: reserved for documentation (RFC 5737)
 
 
 def addresses() -> list[str]:
     """IPv4 of every interface, then the host's name.
 
-    First comes what the default route uses: not a bridge of containers, which no other host
-    reaches. The host's own 127.0.0.1 is the last of the numbers.
+    The address of the default route comes first, not a bridge of containers, which other hosts
+    cannot reach. The host's own 127.0.0.1 is the last of the numbers.
     """
     found = []
     for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError):  # it has none
+        with contextlib.suppress(OSError):  # it has no address
             found.append(_address(name))
     usual = towards(_ELSEWHERE)
     found.sort(key=lambda address: (address.startswith("127."), address != usual))
@@ -40,7 +40,7 @@ def towards(host: str) -> str:
 
 
 def is_own(host: str) -> bool:
-    """Whether an address is of this host: then it can be bound to."""
+    """Whether an address is of this host, so that it can be bound."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -53,9 +53,9 @@ def is_own(host: str) -> bool:
 
 
 def chosen(interface: str) -> str:
-    """The address that HORORING_INTERFACE means: itself, or the IPv4 of "eth0".
+    """The address that HORORING_INTERFACE names: itself, or the IPv4 of "eth0".
 
-    ValueError where this host has no such interface, or that no such address.
+    ValueError if this host has no such interface, or the interface has no such address.
     """
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(interface))
@@ -69,7 +69,7 @@ def chosen(interface: str) -> str:
 
 
 def reached_at(place: str = "") -> str:
-    """An address of this host that others may reach: that of `place`, "host:port", or the first."""
+    """An address of this host for others: that of `place`, "host:port", or the first one."""
     if place:
         with contextlib.suppress(OSError):
             named = socket.getaddrinfo(*protocol.parse_address(place), type=socket.SOCK_STREAM)

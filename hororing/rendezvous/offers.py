@@ -1,8 +1,8 @@
-"""How rank 0 tells the others where it has the store, when they can only read what it leaves.
+"""How rank 0 tells other ranks where its store is, if they can only read what it publishes.
 
-It offers an address, the job's name and a secret: in a file (`files`), or in torch's store
-(`torch_store`). Offers of earlier starts may lie there, whose store is dead: whatever is not the
-store of this job is tried again until the deadline. Once all ranks are in, the offer is withdrawn.
+It publishes an address, the job's name and a secret: in a file (`files`), or in torch's store
+(`torch_store`). Dead offers of earlier starts may remain: the ranks try again until they find this
+job's store, or until the deadline. Once all ranks have connected, the offer is withdrawn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hororing.rendezvous.protocol import ProtocolError
 from hororing.rendezvous.store import Store
 
 _LOOK_S = 0.05
-_TRY_S = 2.0  # one try with an offer, before the next look
+_TRY_S = 2.0  # time limit for one offer, before the next check
 _LOOPBACK = "127.0.0.1"
 
 Offer = dict[str, Any]
@@ -36,14 +36,14 @@ def make(
     one_host: bool = False,
     near: str = "",
 ) -> Member:
-    """Start the store in this process, rank 0, publish where it is, and connect.
+    """Start the store in this process, rank 0, publish its address, and connect.
 
     Parameters
     ----------
-    publish, withdraw : of the offer; withdrawn once, from any thread, and raises nothing.
-    secret : of the job, which all ranks know already; b"": a new one, in the offer.
+    publish, withdraw : functions for the offer; withdrawn once, from any thread, never raising.
+    secret : of the job, which all ranks know already; b"": make a new one, in the offer.
     one_host : all ranks are on this host, so no other host needs to connect.
-    near : a host towards which this one has the address that the others reach best.
+    near : a host; this host's address towards it is the best for the others.
     """
     pending = [withdraw]
 
@@ -76,7 +76,7 @@ def make(
         store.stop()
         raise
     member.at_close += [once, store.stop]
-    if not one_host:  # it is reached from here by another way than from other hosts
+    if not one_host:  # ranks here reach it in another way than other hosts do
         member.local_address = own or reached_at()
     return member
 
@@ -89,9 +89,9 @@ def accept(
     timeout_s: float,
     secret: bytes = b"",
 ) -> Member:
-    """Wait for an offer, and connect. RendezvousError where that fails until the deadline.
+    """Wait for an offer, and connect. RendezvousError if that fails until the deadline.
 
-    `look` returns the offer that it finds now; else None, and why there is none.
+    `look` returns the present offer; or None, and why there is none.
     """
     deadline = Deadline(timeout_s)
     while True:
@@ -107,7 +107,7 @@ def accept(
                 if error.refused:
                     raise
                 reason = str(error)
-            except ValueError as error:  # an address that is none
+            except ValueError as error:  # an invalid address
                 reason = str(error)
         if deadline.left_s() == 0:
             raise RendezvousError(
@@ -118,7 +118,7 @@ def accept(
 
 
 def parse(text: bytes) -> Offer:
-    """Read an offer. ProtocolError where it is none."""
+    """Read an offer. ProtocolError if it is invalid."""
     offer = protocol.decode(text)
     for name in ("job", "address", "secret"):
         protocol.take(offer, name, str)

@@ -1,4 +1,4 @@
-"""The protocol between store and members: frames, and how each proves that it has the secret.
+"""The protocol between store and members: frames, and proofs that both have the secret.
 
 A frame is its length (4 bytes, big endian) and a JSON object in ASCII. A connection begins with
 
@@ -7,12 +7,12 @@ A frame is its length (4 bytes, big endian) and a JSON object in ASCII. A connec
     member -> store   proof
     store  -> member  welcome
 
-The second connection of a process of an elastic job then carries other things: from the process,
-one byte now and then, which says that it lives; to it, frames of fixed size (`over`, `updated`).
+The second connection of a process of an elastic job then carries other data: from the process, one
+byte at intervals as a sign of life; to it, frames of fixed size (`over`, `updated`).
 
-A proof is HMAC-SHA256 with the job's secret over the side that proves, both nonces and the whole
-hello, so a recorded one is of no use, neither towards the same side nor towards the other. Data is
-authenticated in this way only, and not encrypted, as with MPI, NCCL and gloo.
+A proof is HMAC-SHA256 with the job's secret over the name of the proving side, both nonces and the
+whole hello. So a recorded proof is useless, towards either side. Data is not authenticated
+otherwise, and not encrypted, as with MPI, NCCL and gloo.
 
 Pure: no sockets, no clock, no environment.
 """
@@ -31,10 +31,10 @@ from typing import Any
 
 VERSION = 2
 LENGTH_BYTES = 4
-# The longest frame before the other side is known, and afterwards.
+# The longest frame before the other side is known, and after that.
 FIRST_BYTES = 4096
 MOST_BYTES = 2**20
-# The longest text of a rank: in JSON a character has up to 12 bytes.
+# The longest text of a rank: in JSON, a character has up to 12 bytes.
 TEXT_CHARACTERS = 2**15
 CHARACTER_BYTES = 12
 SECRET_BYTES = 32
@@ -54,7 +54,7 @@ class ProtocolError(Exception):
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Make a frame. ValueError where it would be longer than MOST_BYTES."""
+    """Make a frame. ValueError if it would be longer than MOST_BYTES."""
     body = _text(message)
     if len(body) > MOST_BYTES:
         raise ValueError(f"a message of {len(body)} bytes, of {MOST_BYTES} that are allowed")
@@ -81,13 +81,13 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 class Frames:
-    """Makes messages of the bytes of a connection, however they come in."""
+    """Assembles messages from the bytes of a connection."""
 
     def __init__(self) -> None:
         self._received = bytearray()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Take what has come, and return the messages that are whole now."""
+        """Add received bytes, and return the messages that are now complete."""
         self._received += data
         messages = []
         while len(self._received) >= LENGTH_BYTES:
@@ -104,7 +104,7 @@ def _no_number(text: str) -> None:
 
 
 def take(message: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
-    """Return a value of a message. ProtocolError where it is not of `kind`; None: no default."""
+    """Return a value of a message. ProtocolError unless it is of `kind`; None: no default."""
     value = message.get(name, default)
     if kind is float and type(value) is int:
         return value
@@ -115,7 +115,7 @@ def take(message: dict[str, Any], name: str, kind: type, default: Any = None) ->
 
 @dataclass(frozen=True)
 class Hello:
-    """A member's identity, as it says itself. `pid` is for people only."""
+    """A member's identity, as it states it. `pid` is for people only."""
 
     job: str
     rank: int
@@ -123,10 +123,10 @@ class Hello:
     host: str
     pid: int
     nonce: str
-    # Of a process of an elastic job, which has no rank until the store gives it one (rank -1, size
+    # For a process of an elastic job, which has no rank until the store gives it one (rank -1, size
     # 0): different for every membership.
     uid: str = ""
-    beats: bool = False  # its second connection, which only tells that it lives
+    beats: bool = False  # its second connection, for signs of life
 
     def message(self) -> dict[str, Any]:
         """The first frame of a connection."""
@@ -158,17 +158,17 @@ def parse_hello(message: dict[str, Any]) -> Hello:
 
 
 def new_nonce() -> str:
-    """A number that was never used before."""
+    """A number that has never been used."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
 def new_uid(process: int = 0) -> str:
-    """The name of a membership. `process`: the number that the launcher has given the process."""
+    """The id of a membership. `process`: the launcher's number for the process."""
     return f"{process % 2**32:08x}" + secrets.token_hex(_UID_BYTES - 4)
 
 
 def process_of(uid: str) -> int:
-    """The number of the process, as its launcher counts."""
+    """The launcher's number for the process."""
     return int(uid[:8], 16)
 
 

@@ -1,19 +1,18 @@
-"""One gradient on its way: from the hook into the core and back into `param.grad`.
+"""A gradient's path: from the hook into the core and back into `param.grad`.
 
-A `Gradient` per parameter holds all that can be computed once, so that the hook (thread: whichever
-runs autograd) does little. Its `State` (hororing/prepared.py) says what the hook does: where it is
-READY, the hook queues the gradient, and the reducer sends its queue when that is large enough,
-large gradients at once. Where it is ASK, the hook does so only if `may_send` agrees, and others go
-at the end of the pass. On a device the core records one event per batch and stream, behind all that
-its hooks ran behind.
+A `Gradient` per parameter holds everything that can be computed once, so that its hook, on
+whichever thread runs autograd, has little to do. Its `State` (hororing/prepared.py) says what the
+hook does. READY: the hook queues the gradient, and the reducer sends its queue once that is large
+enough; large gradients go at once. ASK: the hook does so only if `may_send` agrees; the others go
+at the end of the pass. On a device the core records one event per batch and stream, after all work
+that its hooks ran behind.
 
 A gradient may come several times in one pass, once from each reentrant checkpoint that uses the
-parameter. So a gradient is sent by its hook only if it came once in a pass before; the others are
-sent when the pass ends.
+parameter. So its hook sends it only if it came once in an earlier pass; the others are sent at the
+end of the pass.
 
-Ownership: parameter -> hook -> gradient -> reducer -> parameter, until the reducer takes the hooks
-away, which it does when its optimizer is deleted. See hororing/torch/reducer.py for who sends and
-waits.
+Ownership: parameter -> hook -> gradient -> reducer -> parameter, until the reducer removes the
+hooks, when its optimizer is deleted. See hororing/torch/reducer.py for who sends and waits.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ class Gradient(PersistentAllreduce):
         super().__init__(verbs.adapter.device(param))
         self.name = name
         self.reducer = reducer
-        self.seen = 0  # how often it has come; in one pass, while it is not fires_once
-        self.fires_once = False  # it came once in a pass
-        self.weight = BATCH_BYTES  # what it takes of the queue's bytes_left: sent at once
+        self.seen = 0  # how often it has come; within one pass until it is classified
+        self.fires_once = False  # it came only once in a pass, so its hook may send it
+        self.weight = BATCH_BYTES  # its share of the queue's bytes_left
         self.sparse_dims = 0  # of the latest gradient that was sparse
         self.hook: RemovableHandle | None = None
         self.pre_hook: RemovableHandle | None = None  # of several weighted passes
@@ -85,7 +84,7 @@ class Gradient(PersistentAllreduce):
         self.position = 0  # in the group
         self.dtype, self.shape = param.dtype, param.shape
         self.torch_device = param.get_device()
-        # How to wait for it, while it is in flight but not by the persistent request.
+        # How to wait for it if it is in flight without the persistent request.
         self.finish_general: Callable[[], torch.Tensor] | None = None
         options = reducer.options
         if options.compression is NoneCompressor and param.dtype in DTYPES:
@@ -98,18 +97,18 @@ class Gradient(PersistentAllreduce):
             self.weigh(reducer.weighing.cell if reducer.weighing.weight is not None else None)
 
     def join(self, group: Group, position: int) -> None:
-        """Be reduced with the others of `group`."""
+        """Reduce this gradient together with the others of `group`."""
         self.group, self.position, self.simple = group, position, False
 
     def leave(self) -> None:
-        """Be reduced by itself again. REQUIRES: nothing is in flight."""
+        """Reduce this gradient alone again. REQUIRES: nothing is in flight."""
         self.group = None
         if self.address:
             self.weight = max(self.shape.numel() * self.dtype.itemsize, MIN_WEIGHT)
             self.simple = self.device == HOST
 
     def unhook(self) -> None:
-        """Take the hooks away, if there are any."""
+        """Remove the hooks, if there are any."""
         for hook in (self.hook, self.pre_hook):
             if hook is not None:
                 hook.remove()
@@ -118,7 +117,7 @@ class Gradient(PersistentAllreduce):
     # -- in the hook --------------------------------------------------------------------------
 
     def note_stream(self) -> None:
-        """Note that this thread's stream computes the gradient: it may be sent in another's."""
+        """Note this thread's stream, which computes the gradient: another thread may send it."""
         if self.address and self.device != HOST:
             self.request.stream = self.stream()
 
@@ -126,7 +125,7 @@ class Gradient(PersistentAllreduce):
     def before_gradient(
         self, param: weakref.ref[torch.Tensor], grad: torch.Tensor
     ) -> torch.Tensor | None:
-        """Weigh what a pass is about to add, where it is not the only one."""
+        """Weigh what a pass is about to add, unless it is the only pass."""
         reducer, to = self.reducer, param()
         if reducer.passes == 1 or reducer.weighing.weight is None or to is None:
             return None
@@ -136,9 +135,9 @@ class Gradient(PersistentAllreduce):
 
     @uncompiled
     def weight_of(self, param: torch.Tensor) -> int:
-        """Return what the gradient takes of `bytes_left`; on a device note its stream, too.
+        """Return the gradient's share of `bytes_left`; on a device, also note its stream.
 
-        Who has to compute from it before it is sent does so in this stream, so at once.
+        Code that computes with it before it is sent runs in this stream, now.
         """
         if self.device == HOST:
             return self.weight
@@ -147,10 +146,10 @@ class Gradient(PersistentAllreduce):
 
     @uncompiled
     def may_send(self) -> bool:
-        """Take note of a gradient that is not READY, or the first one of a graph task.
+        """Note a gradient that is not READY, or the first one of a graph task.
 
-        Returns whether its hook may send it nevertheless. A pass that is captured into a CUDA graph
-        is none: when the graph is replayed no hook comes, and `synchronize` sends all gradients.
+        Returns whether its hook may still send it. A pass that is captured into a CUDA graph does
+        not count: no hook runs when the graph is replayed, and `synchronize` sends all gradients.
         """
         reducer = self.reducer
         if self.device != HOST and torch.cuda.is_current_stream_capturing():
@@ -164,7 +163,7 @@ class Gradient(PersistentAllreduce):
         return self.fires_once and reducer.is_last
 
     def _note_repeat(self) -> None:
-        """Go at the end of passes from now on: it has come a second time in this one."""
+        """Send it at the end of passes from now on: it has come twice in this one."""
         if self.fires_once:
             self.reclassify()
         self.seen = 2
@@ -178,17 +177,17 @@ class Gradient(PersistentAllreduce):
             )
 
     def reclassify(self) -> None:
-        """Go at the end of passes, until one has shown how often it comes."""
+        """Send it at the end of passes, until a pass has shown how often it comes."""
         self.fires_once, self.seen = False, 0
         self.reducer.unclassified.append(self)
 
     def classify(self) -> bool:
-        """At the end of a pass: whether the gradient may go when it comes, from now on."""
+        """At the end of a pass: return whether the hook may send the gradient from now on."""
         self.fires_once = self.seen == 1
         return self.fires_once
 
     def take(self) -> torch.Tensor | None:
-        """Return the gradient that was queued."""
+        """Return the queued gradient."""
         param, self.param = self.param, None
         assert param is not None
         return param.grad
@@ -196,7 +195,7 @@ class Gradient(PersistentAllreduce):
     def send_alone(
         self, grad: torch.Tensor | None, failures: list[Exception], begin_ns: int = 0
     ) -> None:
-        """Do as `send`, but put an error into `failures`; draw HOOK from `begin_ns`, if any."""
+        """Do as `send`, but append an error to `failures`; draw HOOK from `begin_ns`, if not 0."""
         try:
             self.send(grad)
             if begin_ns:
@@ -205,7 +204,7 @@ class Gradient(PersistentAllreduce):
             failures.append(self._in_hook(error))
 
     def failure(self, code: int) -> Exception:
-        """Return the error of a request that the core has refused."""
+        """Return the error of a request that the core has rejected."""
         try:
             fail(code)
         except Exception as error:
@@ -222,19 +221,19 @@ class Gradient(PersistentAllreduce):
             passes = self.reducer.passes
             place = f"gradient of '{self.name}', backward pass {passes} of {passes}"
             text += f" (in the hook: {place})"
-            self.state = ASK  # another attempt is as good
+            self.state = ASK  # it may be sent again
         error.args = (text, *error.args[1:])
         return error
 
     def is_plain(self, grad: torch.Tensor) -> bool:
-        """Whether it goes as it is: dense, contiguous, by itself, and of the type as declared."""
+        """Whether it is sent unchanged: dense, contiguous, alone, and of the declared type."""
         return (
             self.address != 0
             and self.group is None
             and grad.layout is torch.strided
             and grad.dtype is self.dtype
-            and grad.get_device() == self.torch_device  # else the model was moved meanwhile
-            and grad.shape == self.shape  # as when it was declared
+            and grad.get_device() == self.torch_device  # otherwise the model was moved
+            and grad.shape == self.shape  # as declared
             and grad.is_contiguous()
         )
 
@@ -256,7 +255,7 @@ class Gradient(PersistentAllreduce):
 
     @torch.no_grad()
     def _send_general(self, grad: torch.Tensor) -> None:
-        """Do as `send` for all but dense contiguous gradients that go one by one as they are."""
+        """Do as `send` for gradients that are sparse, strided, grouped or compressed."""
         options = self.reducer.options
         is_sparse = grad.layout is torch.sparse_coo
         if is_sparse:
@@ -268,7 +267,7 @@ class Gradient(PersistentAllreduce):
         dense, context = compression.compress(grad.to_dense() if is_sparse else grad)
         reduced: Callable[[], torch.Tensor]
         if group is not None:
-            if self.device != HOST:  # what has to be copied for it is copied in this stream
+            if self.device != HOST:  # copies for it are made in this stream
                 dense = verbs.adapter.dense(dense)
             group.add(self.position, dense, self.stream(), options, self.reducer.weighing.current)
             reduced = partial(group.finish, self.position)
@@ -316,13 +315,13 @@ class Gradient(PersistentAllreduce):
     # -- at the end of a pass, or in synchronize ------------------------------------------------
 
     def ensure_gradient(self, param: torch.Tensor) -> None:
-        """Make a zero one where this rank has none."""
+        """Make a zero gradient if this rank has none."""
         if param.grad is None:
             sparse = self.sparse_dims > 0 and not self.reducer.options.sparse_as_dense
             param.grad = self._sparse_zero(param) if sparse else torch.zeros_like(param)
 
     def _sparse_zero(self, param: torch.Tensor) -> torch.Tensor:
-        # With as many sparse dimensions as the other ranks' gradients have.
+        # With as many sparse dimensions as the other ranks' gradients.
         dims = self.sparse_dims
         return torch.sparse_coo_tensor(
             torch.zeros(dims, 0, dtype=torch.int64, device=param.device),
@@ -332,19 +331,19 @@ class Gradient(PersistentAllreduce):
         )
 
     def wait(self) -> torch.Tensor:
-        """Return what `send` was given, reduced. Nothing is in flight then: see `reset`."""
+        """Return the reduced gradient. Then nothing is in flight: see `reset`."""
         if self.keep is not None:
             reduced: torch.Tensor = self.wait_in(self.stream())
         else:
             assert self.finish_general is not None
             reduced = self.finish_general()
-            self.finish_general = lambda: reduced  # for who asks again, after an interrupt
+            self.finish_general = lambda: reduced  # for another call after an interrupt
         return reduced
 
     def finish(self, param: torch.Tensor) -> None:
         """Wait for the reduced gradient, leave it in `param.grad`, and reset.
 
-        After an interrupt it is still in flight, so that who waits again does not send it again.
+        After an interrupt it is still in flight, so another call does not send it again.
         """
         try:
             reduced, grad = self.wait(), param.grad
@@ -359,16 +358,16 @@ class Gradient(PersistentAllreduce):
         self.reset()
 
     def stream(self) -> int:
-        """Return the stream that this thread computes in, where the parameter is."""
+        """Return the stream in which this thread computes on the parameter's device."""
         return 0 if self.device == HOST else verbs.adapter.stream(self.device)
 
     @property
     def handle_in_flight(self) -> int:
-        """The core's handle of what `send` was given."""
+        """The core's handle of the gradient that `send` was given."""
         return self.handle if self.group is None else self.group.handle
 
     def reset(self) -> None:
-        """Be ready for the next step. REQUIRES: nothing is in flight."""
+        """Prepare for the next step. REQUIRES: nothing is in flight."""
         self.state = READY if self.fires_once and self.reducer.passes == 1 else ASK
         self.handle = 0
         self.finish_general = None
@@ -382,7 +381,7 @@ class Gradient(PersistentAllreduce):
 
 
 def changed_in_flight(name: str) -> AssertionError:
-    """The error where a gradient was touched that was in flight."""
+    """The error for a gradient that was changed while in flight."""
     return AssertionError(
         f"gradient of '{name}' was changed while it was being reduced, so ranks have "
         "different values; call optimizer.zero_grad() and start the step again, on all ranks"
@@ -390,7 +389,7 @@ def changed_in_flight(name: str) -> AssertionError:
 
 
 def describe_in_flight(names: list[str]) -> str:
-    """Tell that gradients are on their way, and what to do, as the end of a sentence."""
+    """Say that gradients are in flight, and what to do, as the end of a sentence."""
     return (
         f"{len(names)} gradients, '{names[0]}' the first, are being reduced: a backward pass was "
         "not finished on this rank. Other ranks may wait for the rest of them; first call "
@@ -399,7 +398,7 @@ def describe_in_flight(names: list[str]) -> str:
 
 
 def send_together(queued: list[Gradient], pending: list[int], failures: list[Exception]) -> None:
-    """Do as `hororing._tensors.send_gradients`, where gradients are on a device, too."""
+    """Do as `hororing._tensors.send_gradients`, also for gradients on a device."""
     plain: list[tuple[Gradient, torch.Tensor]] = []
     for gradient in queued:
         grad = gradient.take()
@@ -416,7 +415,7 @@ def send_together(queued: list[Gradient], pending: list[int], failures: list[Exc
 
 
 def process_set_changed(process_set: ProcessSet) -> ValueError:
-    """The error where an optimizer was made for the set as it was before."""
+    """The error for an optimizer that was made for an earlier set of the same id."""
     return ValueError(
         f"DistributedOptimizer: its process set was removed and registered again, now as "
         f"{process_set}; make the optimizer again, too"
@@ -424,7 +423,7 @@ def process_set_changed(process_set: ProcessSet) -> ValueError:
 
 
 def unexpected_pass(name: str, passes: int, why: str) -> AssertionError:
-    """The error where a backward pass comes that was not expected before a step."""
+    """The error for a backward pass that was not expected before a step."""
     return AssertionError(
         f"gradient of '{name}' was computed more than backward_passes_per_step ({passes}) times "
         f"before step(): the existing gradients {why}; raise backward_passes_per_step, or "

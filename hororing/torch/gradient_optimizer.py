@@ -26,8 +26,8 @@ from hororing.torch.weighing import checked_weight
 
 
 class Settings(NamedTuple):
-    """What a copy of the optimizer needs to become distributed like it. Positions count all
-    parameters in the order of the groups.
+    """What a copy of the optimizer needs to become distributed, too. Positions count all parameters
+    in the order of the groups.
     """
 
     options: Reduction
@@ -41,10 +41,10 @@ class Distributed(torch.optim.Optimizer):
 
     _settings: Settings  # of the class, which serves one optimizer and its copies
     _reducer_type: type[Reducer] = Reducer
-    _reducer: Reducer | None = None  # None where this rank reduces with nobody
+    _reducer: Reducer | None = None  # None if this rank reduces with nobody
     # The steps of its elastic state, if each step is a transaction of all ranks.
     _steps: Steps | None = None
-    _takes_weights = True  # may its backward passes have weights?
+    _takes_weights = True  # whether its backward passes may have weights
     backward_passes_per_step: int
     _parameter_names: dict[torch.Tensor, str]
 
@@ -52,7 +52,7 @@ class Distributed(torch.optim.Optimizer):
         """Start to reduce gradients; `extra` names parameters that may be added later."""
         settings = self._settings
         params = parameters(self)
-        # Parameters of later groups have no names there.
+        # Parameters of groups that were added later have no names there.
         named = list(zip(settings.names, params, strict=False))
         self.backward_passes_per_step = passes
         self._parameter_names = {param: name for name, param in named}
@@ -81,14 +81,14 @@ class Distributed(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # copy.deepcopy comes here with new parameters, load_state_dict with those we know.
+        # copy.deepcopy calls this with new parameters, load_state_dict with known ones.
         if "_reducer" not in self.__dict__:
             self._become_distributed(type(self)._passes_of_copies, [])
 
     _passes_of_copies = 1
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the optimizer that was wrapped: this class is one of this process only."""
+        """Pickle as the wrapped optimizer, because this class exists only in this process."""
         plain = type(self).__bases__[-1]
         return copyreg._reconstructor, (plain, object, None), self.__getstate__()  # type: ignore[attr-defined]
 
@@ -99,7 +99,7 @@ class Distributed(torch.optim.Optimizer):
         return self._copied(copy.deepcopy(self.__getstate__(), memo))
 
     def _copied(self, state: dict[str, Any]) -> Distributed:
-        """Return a distributed optimizer of the same kind. Its `state` names parameters."""
+        """Return a distributed optimizer of the same kind. `state` contains its parameters."""
         made = type(self).__new__(type(self))
         made.__setstate__(state)
         return made
@@ -130,7 +130,7 @@ class Distributed(torch.optim.Optimizer):
     def agrees_on_steps(self) -> bool:
         """Whether a step changes parameters only when the gradients of all ranks are reduced.
 
-        Those of sub-classes change parameters in other ways, too: they combine changes, or average.
+        Sub-classes also change parameters in other ways: they combine changes, or average.
         """
         whole = self._settings.options.process_set is global_process_set
         return whole and type(self).__bases__[0] is Distributed
@@ -139,18 +139,18 @@ class Distributed(torch.optim.Optimizer):
     def weight(self) -> float | None:
         """How much the next backward pass counts: its number of samples, or of tokens.
 
-        Any number that is finite and not negative, to be set before `backward()`; it holds until it
-        is set again. Then gradients are averages over ranks, and over the passes of a step,
-        weighted by it: the sum of all gradients times their weights over the sum of weights. A
-        pass with weight 0 and a rank that has joined contribute nothing; a rank without a backward
-        pass contributes zeros, with the weight that is set. Where all weights are 0,
-        gradients are 0 and `step()` changes nothing. All ranks set a weight, or none does. None, as
-        at first: ranks count the same, and gradients add up over passes. Of no effect on ranks
-        outside of `process_set`.
+        A finite, non-negative number, to be set before `backward()`; it stays until it is set
+        again. Gradients are then averages over ranks, and over the passes of a step, weighted by
+        it: the sum of all gradients times their weights, divided by the sum of the weights. A pass
+        with weight 0 and a rank that has joined contribute nothing. A rank without a backward pass
+        contributes zeros, with the present weight. If all weights are 0, gradients are 0 and
+        `step()` changes nothing. Either all ranks set a weight, or none does. None, the default:
+        ranks count the same, and gradients add up over passes. It has no effect on ranks outside of
+        `process_set`.
 
         Raises
         ------
-        ValueError : for a negative weight, one that is not finite, and for another op than Average.
+        ValueError : the weight is negative or not finite, or the op is not Average.
         """
         return None if self._reducer is None else self._reducer.weighing.weight
 
@@ -172,9 +172,9 @@ class Distributed(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Reduce the gradients, unless `backward()` has done so.
 
-        It has where that was the last of `backward_passes_per_step`. Call it where this rank had
-        fewer passes, none, or one that failed. Parameters that have no gradient get a zero one and
-        are reduced as well.
+        It has if it was the last of `backward_passes_per_step`. Call this if this rank had fewer
+        passes, none, or a failed one. Parameters without a gradient get a zero one, which is
+        reduced as well.
         """
         self._reduce()
         self._synchronized_by_user = True
@@ -182,7 +182,7 @@ class Distributed(torch.optim.Optimizer):
     def _reduce(self) -> None:
         if self._reducer is None:
             process_set = self._settings.options.process_set
-            if self._generation != process_set.generation:  # this rank may be a member now
+            if self._generation != process_set.generation:  # this rank may be a member by now
                 raise process_set_changed(process_set)
         elif not self._reducer.synchronized:
             self._synchronized_by_user = False
@@ -198,12 +198,12 @@ class Distributed(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Take the wrapped optimizer's step. Reduces gradients before, unless `backward()` has.
+        """Take the wrapped optimizer's step, after reducing gradients unless `backward()` has.
 
-        Gradients that `closure` computes are reduced each time it is called, and its loss is
-        reduced like them, so that all ranks decide alike.
+        The gradients that `closure` computes are reduced each time it is called, and so is its
+        loss, so that all ranks decide alike.
         """
-        self._opt_called = True  # learning rate schedulers look at it
+        self._opt_called = True  # learning rate schedulers check it
         if closure is not None:
             return self._step_with_closure(closure, **kwargs)
         if self._should_synchronize:
@@ -212,7 +212,7 @@ class Distributed(torch.optim.Optimizer):
                     "optimizer.step() called without optimizer.skip_synchronize() after "
                     "optimizer.synchronize(); gradients are not reduced a second time. Neither is "
                     "needed: the gradients are reduced when backward() returns",
-                    stacklevel=3,  # torch.compiler.disable is between
+                    stacklevel=3,  # torch.compiler.disable adds a frame
                 )
             self._reduce()
         else:
@@ -231,11 +231,11 @@ class Distributed(torch.optim.Optimizer):
         if self._reducer is None:
             return super().step(closure, **kwargs)
         if self._steps is not None:
-            self._steps.torn = True  # parameters change before the step is one of all ranks
+            self._steps.torn = True  # parameters change before all ranks have taken the step
 
         def reduced() -> Any:
             loss = closure()
-            self._reduce()  # on a rank without a backward pass: others have reduced within theirs
+            self._reduce()  # for a rank without a backward pass: the others have reduced in theirs
             if self._reducer is not None and self._reducer.weighing.all_zero:
                 raise ValueError("optimizer: step(closure) where the weights of all ranks are 0")
             return self._reduced_loss(loss)
@@ -255,7 +255,7 @@ class Distributed(torch.optim.Optimizer):
             return self._agree(torch.tensor(loss, dtype=torch.float64), name, op, weight).item()
         if isinstance(loss, torch.Tensor):
             return self._agree(loss.detach(), name, op, weight)
-        return loss  # None, or something that only the caller understands
+        return loss  # None, or something only the caller understands
 
     def _agree(
         self, value: torch.Tensor, name: str, op: int, weight: float | None = None
@@ -280,32 +280,32 @@ class Distributed(torch.optim.Optimizer):
             self._reducer.restart()
 
     def _agree_on_infinities(self, found: Iterable[torch.Tensor]) -> None:
-        """Let all ranks skip a step if one must. Here all have the same gradients: nothing to do.
+        """Make all ranks skip a step if one must. Here all have the same gradients: nothing to do.
 
         `found` are flags of `torch.amp.GradScaler`, one per device.
         """
 
     def _reduce_for_scaler(self) -> None:
-        """Reduce what `torch.amp.GradScaler` is about to look at."""
+        """Reduce the gradients that `torch.amp.GradScaler` is about to check."""
         self._reduce()
 
     def _note_scale(self, scale: torch.Tensor) -> None:
-        """Take note of the scale of `torch.amp.GradScaler`, a tensor that it changes in place."""
+        """Note the scale of `torch.amp.GradScaler`, a tensor that it changes in place."""
 
     def _join_generation(self) -> None:
-        """Do what ranks must do together after a change of members. Here nothing.
+        """Do what all ranks must do after a change of members. Nothing here.
 
-        Called by `hororing.elastic.run` on all ranks, before they get the state.
+        `hororing.elastic.run` calls it on all ranks, before they receive the state.
         """
 
     def _before_state_is_read(self) -> None:
-        """Bring `state` up to date: it is to be saved or sent."""
+        """Update `state`, which is about to be saved or sent."""
 
     def _after_state_is_replaced(self) -> None:
-        """Follow a `state` that came from another rank or a file."""
+        """Adopt a `state` that came from another rank or a file."""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Reduce gradients after every `passes` backward passes from now on."""
+        """From now on, reduce gradients after every `passes` backward passes."""
         self.backward_passes_per_step = passes = checked_passes(passes)
         type(self)._passes_of_copies = passes
         if self._reducer is not None:
@@ -327,7 +327,7 @@ class Distributed(torch.optim.Optimizer):
         super().load_state_dict(*args, **kwargs)
 
 
-# torch wraps the `step` of every class to call its hooks. Ours calls a wrapped one.
+# torch wraps the `step` of every class to call its hooks. Ours calls a wrapped one already.
 Distributed.step.hooked = True  # type: ignore[attr-defined]
 
 

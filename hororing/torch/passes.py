@@ -1,9 +1,9 @@
 """Backward passes of an optimizer: when one begins, ends or fails.
 
-A pass is one call of `backward()` in which a hook has run. Autograd tells when it ends by a
-callback that belongs to a graph task: that of the call, or, inside a reentrant checkpoint, that of
-a call within it. When a task within ends, the pass goes on, and the task around it is asked as
-soon as it does something. A pass that raises drops its callback, which tells, too.
+A pass is one call of `backward()` in which a hook has run. Autograd reports its end through a
+callback of a graph task: that of the call or, inside a reentrant checkpoint, that of a nested call.
+When a nested task ends, the pass continues, and the callback is queued again at the outer task's
+next node. A pass that raises drops its callback, which reports that, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Phase(Enum):
 
 
 class _TaskEnd:
-    """The callback at the end of a graph task. One that fails drops it without a call."""
+    """The callback at the end of a graph task. A failed task drops it without calling it."""
 
     __slots__ = ("_passes", "_task")
 
@@ -53,26 +53,26 @@ class _TaskEnd:
 class Passes(Queue):
     """Counts the backward passes of a step. Hooks may run on several threads."""
 
-    thread: int  # that runs hooks in one of `tasks`
+    thread: int  # the one that runs hooks in one of `tasks`
 
     def __init__(self, passes: int) -> None:
         self.passes = passes  # per step
         self.ended = 0  # of them
-        self.tasks: dict[int, int] = {}  # graph tasks whose end will be told, with their threads
-        self.is_last = False  # the pass under way is the step's last one, and the only one
-        self._nested = False  # a task within a pass has ended, and the pass has not
+        self.tasks: dict[int, int] = {}  # graph tasks that have not ended, with their threads
+        self.is_last = False  # the current pass is the step's last one, and the only one
+        self._nested = False  # a nested task has ended, but not the pass
 
     @abstractmethod
     def begin_pass(self, name: str) -> None:
-        """Take note of the first hook of a pass, that of `name`."""
+        """Note the first hook of a pass, that of `name`."""
 
     @abstractmethod
     def pass_ended(self) -> None:
-        """Take note of the end of a pass: `ended` counts it."""
+        """Note the end of a pass: `ended` counts it."""
 
     @abstractmethod
     def pass_failed(self) -> None:
-        """Take note that a pass has raised."""
+        """Note that a pass has raised."""
 
     def reset_passes(self) -> None:
         """Forget all passes."""
@@ -82,7 +82,7 @@ class Passes(Queue):
 
     @uncompiled
     def note_task(self, name: str) -> None:
-        """Take note of a graph task, by its first hook in this thread, that of `name`."""
+        """Note a graph task, at its first hook in this thread, that of `name`."""
         task, thread = torch._C._current_graph_task_id(), get_ident()
         if task not in self.tasks:
             if not self.tasks and not self._nested:
@@ -95,7 +95,7 @@ class Passes(Queue):
 
     @uncompiled
     def task_ended(self, task: int) -> None:
-        """End the backward pass, if `task` is not one within it."""
+        """End the backward pass, unless `task` is nested in it."""
         self.thread = 0
         self.tasks.pop(task, None)
         outer = torch._C._current_autograd_node()
@@ -107,7 +107,7 @@ class Passes(Queue):
             self.pass_ended()
 
     def _watch_outer_task(self, node: Any) -> None:
-        """Be called at the end of the task that carries out `node`, which calls backward()."""
+        """Get called at the end of the task that executes `node`, which calls backward()."""
         handles: list[Any] = []
 
         def outside(_: Any) -> None:
@@ -120,7 +120,7 @@ class Passes(Queue):
                 handles.append(following.register_prehook(outside))
 
     def task_failed(self, task: int) -> None:
-        """Take note that no end of `task` will come."""
+        """Note that the end of `task` will not be reported."""
         self.tasks.pop(task, None)
         self.thread = 0
         self.pass_failed()

@@ -1,17 +1,16 @@
 """Reducer: reduces the gradients of one optimizer while backward runs, and before it returns.
 
-Hooks queue gradients; one call of the core sends the queue when it is large enough, and when the
-backward pass ends, since other ranks may wait for it. What the hooks did not send,
-`Reducer.send_remaining` sends when the last backward pass of a step ends, or
-`Reducer.synchronize` where it has not ended; hooks only make it earlier. When several optimizers
-have gradients in one pass, all of them send theirs before the first one waits: another rank may
-have none for some of them, and sends those in `step()`. Knows nothing of the steps of
-hororing/torch/optimizer.py.
+Hooks queue gradients. One call of the core sends the queue when it is large enough, and at the end
+of the backward pass, because other ranks may wait for it. `Reducer.send_remaining` sends what the
+hooks did not, when the last backward pass of a step ends, or `Reducer.synchronize` does if it has
+not ended; hooks only make it earlier. If several optimizers have gradients in one pass, all of them
+send theirs before the first one waits: another rank may lack some of them, and sends those in
+`step()`. Knows nothing of the steps of hororing/torch/optimizer.py.
 
-Note [Shared parameters]. A parameter of several optimizers is reduced by the newest of them, as one
-of its gradients: an older one may be garbage on some ranks. An older one that steps sees to it that
-the newest has reduced. Where the optimizers reduce differently (another operation or process set),
-each of them reduces when it steps, and has no hooks.
+Note [Shared parameters]. If several optimizers have a parameter, the newest of them reduces it, as
+one of its gradients: an older one may be garbage on some ranks. An older one that steps makes sure
+that the newest has reduced. If the optimizers reduce differently (another operation or process
+set), each reduces when it steps, and has no hooks.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ from hororing.torch.weighing import Weighing
 
 Entry = tuple[torch.Tensor, Gradient]
 
-# Which reducers have a parameter, by id(parameter). They hold it, so an id is never mistaken.
+# The reducers of each parameter, by id(parameter). They hold the parameter, so the id stays valid.
 _reducers_of: dict[int, set[Reducer]] = {}
 _numbers = itertools.count()
 
 
 def _begin_anew() -> None:
-    """Forget what the last engine has not reduced: its handles mean nothing to this one."""
+    """Forget what the last engine has not reduced: its handles mean nothing to the new one."""
     for reducer in set[Reducer]().union(*_reducers_of.values()):
         reducer.abandon()
 
@@ -67,7 +66,7 @@ job.at_init(_begin_anew)
 
 
 class _Ending(threading.local):
-    """The reducers that have sent all at the end of a backward pass of this thread."""
+    """The reducers that have sent everything at the end of this thread's backward pass."""
 
     def __init__(self) -> None:
         self.reducers: list[Reducer] = []
@@ -78,11 +77,11 @@ _ending = _Ending()
 
 @uncompiled
 def _finish_all_reducers() -> None:
-    """Wait for all gradients of a backward pass: called when all reducers have sent theirs."""
+    """Wait for all gradients of a backward pass, once all reducers have sent theirs."""
     reducers, _ending.reducers = _ending.reducers, []
     failures: list[Exception] = []
     for reducer in reducers:
-        if reducer.phase is Phase.SENT:  # else a step has done so, after an interrupt in here
+        if reducer.phase is Phase.SENT:  # otherwise a step has finished it after an interrupt here
             with collect(failures):
                 reducer.finish()
     if failures:
@@ -92,13 +91,13 @@ def _finish_all_reducers() -> None:
 class Reducer(Passes):
     """Reduces the gradients of the parameters of one optimizer.
 
-    `named` gives names to parameters by identity, `prefix` to those that are not in it.
-    `groups` are lists of parameters that are reduced together. All must be the same on every
-    rank. Not thread-safe but for the hooks. Call `release` to end it before its optimizer.
+    `named` gives names to parameters by identity, `prefix` to all others. `groups` are lists of
+    parameters that are reduced together. All must be the same on every rank. Only the hooks are
+    thread-safe. Call `release` to end it before its optimizer.
     """
 
     gradient_type = Gradient
-    queued: list[Gradient]  # hooks append to it without the lock; it is emptied with it
+    queued: list[Gradient]  # hooks append to it without the lock; it is emptied under it
 
     def __init__(
         self,
@@ -114,12 +113,12 @@ class Reducer(Passes):
         self.members = check_member(options.process_set, "DistributedOptimizer")
         self.phase = Phase.IDLE
         self.tracing = False
-        self.unclassified: list[Gradient] = []  # those that wait for the end of a pass
+        self.unclassified: list[Gradient] = []  # gradients that wait for the end of a pass
         self.pending: list[int] = []  # handles of started requests that nobody has waited for
         self.queued = []
         self.batch_bytes = self.bytes_left = MIN_WEIGHT  # of the batch
         self._lock = threading.Lock()
-        self._on_device = False  # whether a parameter lies there
+        self._on_device = False  # whether a parameter is on a device
         self._generation = options.process_set.generation
         self._number = next(_numbers)  # the newest has the largest
         self._optimizer = weakref.ref(optimizer)
@@ -128,18 +127,18 @@ class Reducer(Passes):
         self.weighing = Weighing(f"{prefix}.sum_of_weights", self.members)
         self._gradients: dict[int, Entry] = {}  # by id(parameter)
         self._groups: list[Group] = []
-        # See Note [Shared parameters]: whether `step()` reduces; what newer reducers reduce; those,
-        # with the number of their reductions when this one's step began.
+        # See Note [Shared parameters]: whether `step()` reduces; what newer reducers reduce; and
+        # those reducers, with their number of reductions at the beginning of this one's step.
         self._reduces_in_step = False
         self._left_out: set[int] = set()
         self._newer: dict[Reducer, int] = {}
         self._reductions = 0
-        # As `follow` has found them: the parameters of each group, where all of them have hooks or
-        # are left out; and the others with their gradients.
+        # As last seen by `follow`: the parameters of each group, if all have hooks or are left out;
+        # and the remaining ones with their gradients.
         self._followed: list[list[torch.Tensor]] = []
         self._entries: list[Entry] = []
         self._failures: list[Exception] = []  # of this step
-        self._versions: list[tuple[Gradient, torch.Tensor, int]] = []  # as a failed pass left them
+        self._versions: list[tuple[Gradient, torch.Tensor, int]] = []  # as left by a failed pass
         self.release = weakref.finalize(optimizer, self._release)
         self.release.atexit = False
         self.follow()
@@ -157,7 +156,7 @@ class Reducer(Passes):
             self._groups.append(group)
 
     def follow(self) -> list[Entry]:
-        """Return what is to be reduced of the optimizer's parameters as they are now."""
+        """Return the entries to reduce, after a look at the optimizer's present parameters."""
         optimizer = self._optimizer()
         assert optimizer is not None
         groups = optimizer.param_groups
@@ -192,7 +191,7 @@ class Reducer(Passes):
         return self._entries
 
     def arrange(self) -> None:
-        """Have hooks at what is to be reduced here; see Note [Shared parameters]."""
+        """Add or remove hooks; see Note [Shared parameters]."""
         self._reduces_in_step, self._left_out = False, set()
         newer: dict[Reducer, int] = {}
         for key in self._gradients:
@@ -221,7 +220,7 @@ class Reducer(Passes):
         self.weighing.arrange(param, gradient)
 
     def _release(self) -> None:
-        """Undo what this did to parameters and core, and keep no parameter."""
+        """Remove everything from parameters and core, and keep no parameter."""
         self.abandon()
         others: set[Reducer] = set()
         for key, (_, gradient) in self._gradients.items():
@@ -238,7 +237,7 @@ class Reducer(Passes):
     # -- in a backward pass ---------------------------------------------------------------------
 
     def begin_pass(self, name: str) -> None:
-        """Be ready for the gradients of a pass. AssertionError if some of another are in flight."""
+        """Begin a pass. AssertionError if gradients of another pass are in flight."""
         if self.phase in (Phase.FAILED, Phase.SENT):
             self._forget_failed_pass()
         if self.ended >= self.passes:
@@ -253,7 +252,7 @@ class Reducer(Passes):
         self.batch_bytes = self.bytes_left = MIN_WEIGHT
 
     def _check_set(self) -> None:
-        """Raise unless the process set is the one that it was: numbers of sets are used again."""
+        """Raise if the process set has changed: ids of sets are reused."""
         process_set = self.options.process_set
         members = check_member(process_set, "DistributedOptimizer")
         if (members, process_set.generation) != (self.members, self._generation):
@@ -268,7 +267,7 @@ class Reducer(Passes):
             )
 
     def _reset_unsent(self) -> None:
-        """Forget the gradients that are not sent."""
+        """Forget the gradients that were not sent."""
         self._drop_queue()
         for _, gradient in self._gradients.values():
             if gradient.state != SENT:
@@ -282,7 +281,7 @@ class Reducer(Passes):
 
     @uncompiled
     def send_queued(self) -> None:
-        """Start the reduction of what is queued. An error is raised when all else is sent."""
+        """Send the queue. An error is raised after everything else has been sent."""
         with self._lock:
             queued = self.queued[:]
             del self.queued[: len(queued)]
@@ -300,14 +299,14 @@ class Reducer(Passes):
             raise failures[0]
 
     def gradient_repeated(self, gradient: Gradient) -> None:
-        """Learn anew how often gradients come; `gradient` is changed_in_flight."""
+        """Classify all gradients again: `gradient` was changed while in flight."""
         self._failures.append(changed_in_flight(gradient.name))
         for _, other in self._gradients.values():
             if other.fires_once:
                 other.reclassify()
 
     def pass_failed(self) -> None:
-        """Note the versions of the gradients in flight, which nobody may touch now."""
+        """Note the versions of the gradients in flight, which must not change now."""
         if self.phase is Phase.FILLING:
             self.phase = Phase.FAILED
         self._versions = [
@@ -319,7 +318,7 @@ class Reducer(Passes):
     # -- at the end of a backward pass ----------------------------------------------------------
 
     def pass_ended(self) -> None:
-        """Reduce, if it was the last one of a step."""
+        """Reduce the gradients if this was the last pass of a step."""
         self.unclassified = [gradient for gradient in self.unclassified if not gradient.classify()]
         self.weighing.pass_ended(self._entries)
         if self.ended >= self.passes and (self.tasks or self.ended > self.passes):
@@ -332,15 +331,15 @@ class Reducer(Passes):
             return
         self.send_remaining()
         _ending.reducers.append(self)
-        queue_callback(_finish_all_reducers)  # behind what other optimizers have queued
+        queue_callback(_finish_all_reducers)  # after those that other optimizers have queued
 
     def send_remaining(self) -> None:
-        """Send the gradients that the hooks did not. Errors are left to `finish`."""
+        """Send the gradients that the hooks did not. `finish` raises the errors."""
         if self.phase is Phase.SENT:
             return
         self._check_set()
         self.weighing.end_passes(self.passes, hooked=not self._reduces_in_step)
-        if self.queued:  # in the order in which they came
+        if self.queued:  # in order of arrival
             with collect(self._failures):
                 self.send_queued()
         late = [entry for entry in self.follow() if entry[1].state != SENT]
@@ -355,7 +354,7 @@ class Reducer(Passes):
         self.phase = Phase.SENT
 
     def _send_late(self, entries: list[Entry]) -> None:
-        """Send gradients without their hooks; zeros where there is none."""
+        """Send gradients without their hooks; zeros for missing ones."""
         for param, gradient in entries:
             if param.requires_grad:
                 gradient.ensure_gradient(param)
@@ -366,10 +365,10 @@ class Reducer(Passes):
             self.send_queued()
 
     def finish(self) -> None:
-        """Wait for all gradients, and leave them where they belong.
+        """Wait for all gradients, and put them in their places.
 
-        An error is raised when nothing is in flight any more; gradients without an error are
-        reduced then. After a KeyboardInterrupt another call takes up where it was.
+        An error is raised once nothing is in flight; gradients without an error are reduced then.
+        After a KeyboardInterrupt, another call continues.
         """
         self.send_remaining()
         entries = self._entries
@@ -387,7 +386,7 @@ class Reducer(Passes):
                     gradient.reset()
         for gradient in self.unclassified:
             gradient.state = ASK
-        # Before all is forgotten, by an interrupt perhaps.
+        # An interrupt may come before everything is reset.
         self.phase = Phase.IDLE if self._failures else Phase.REDUCED
         failures, self._failures = self._failures, []
         self._reductions += 1
@@ -395,11 +394,11 @@ class Reducer(Passes):
         self.reset_passes()
         if failures:
             raise failures[0]
-        if self.options.op != Average:  # which alone may be reduced again
+        if self.options.op != Average:  # only an Average may be reduced again
             self.ended = self.passes
 
     def _wait_for(self, entries: list[Entry]) -> None:
-        """Wait for the gradients of `entries`, mostly in one call of the core."""
+        """Wait for the gradients of `entries`, usually in one call of the core."""
         if self._on_device and entries:
             requests = [g for _, g in entries if g.address and g.device != collectives.HOST]
             here = requests[0].stream() if requests else 0
@@ -408,18 +407,18 @@ class Reducer(Passes):
         else:
             complete = finish_many(self.pending)
         if complete and entries:
-            entries = finish_gradients(entries, READY if self.passes == 1 else ASK)  # almost all
+            entries = finish_gradients(entries, READY if self.passes == 1 else ASK)  # nearly all
         for param, gradient in entries:
             if complete and gradient.keep is not None:
                 gradient.handle = 0
             with collect(self._failures):
                 gradient.finish(param)
-        self.pending.clear()  # last: an interrupt leaves them, to be waited for again
+        self.pending.clear()  # last, so that after an interrupt another call waits again
 
     # -- at a step ------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Do as `finish`; see to it that newer reducers have reduced what is shared with them."""
+        """Do as `finish`, and make sure that newer reducers have reduced shared parameters."""
         due = [other for other, count in self._newer.items() if other._reductions == count]
         if self.phase is not Phase.REDUCED:
             due.append(self)
@@ -436,7 +435,7 @@ class Reducer(Passes):
         )
 
     def await_device(self) -> None:
-        """Block until the gradients are reduced, on a device not only in the stream's order."""
+        """Block until the gradients are reduced on the device, not only in stream order."""
         if self._on_device:
             torch.cuda.current_stream().synchronize()
 
@@ -493,7 +492,7 @@ class Reducer(Passes):
 
 @contextlib.contextmanager
 def collect(failures: list[Exception]) -> Iterator[None]:
-    """Put an error into `failures` instead of raising it."""
+    """Append an error to `failures` instead of raising it."""
     try:
         yield
     except Exception as error:  # the caller raises it

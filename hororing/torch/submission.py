@@ -1,4 +1,4 @@
-"""How many gradients are sent at once, and groups of them, which are submitted as one."""
+"""Batches of gradients that are sent at once, and groups of them, which are one request."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hororing.reduction import Reduction
 from hororing.torch.ops import synchronize
 from hororing.torch.verbs import verbs
 
-# Gradients are sent in batches of so many bytes, each at least so heavy. The first batch of a
-# backward pass is one gradient, so that the engine has something to do; each is twice as large as
-# the one before until they are full.
+# Gradients are sent in batches of this many bytes; each gradient counts at least MIN_WEIGHT. The
+# first batch of a backward pass is one gradient, to start the engine early; each further one is
+# twice as large, up to the limit.
 BATCH_BYTES: Final = 256 << 10
 MIN_WEIGHT: Final = 1 << 10
 
 
 class Group:
-    """So many gradients that are reduced together, when the last of them is there."""
+    """`count` gradients that are reduced together, as soon as the last of them has come."""
 
     def __init__(self, name: str, count: int) -> None:
         self._name = name
@@ -35,9 +35,9 @@ class Group:
         self, position: int, tensor: torch.Tensor, stream: int, options: Reduction,
         weight: float | None = None,
     ) -> None:  # fmt: skip
-        """Take the gradient of one member, dense on a device, where `stream` computes it.
+        """Add the gradient of one member; on a device it is dense, and `stream` computes it.
 
-        Send all when it is the last.
+        Sends all of them if it is the last.
         """
         with self._lock:
             self._waiting[position] = tensor, stream
@@ -45,13 +45,13 @@ class Group:
                 self._submit(options, weight)
 
     def flush(self, options: Reduction, weight: float | None = None) -> None:
-        """Send what is there: the other members are frozen."""
+        """Send the gradients that have come: the other members are frozen."""
         with self._lock:
             if self._waiting:
                 self._submit(options, weight)
 
     def _submit(self, options: Reduction, weight: float | None = None) -> None:
-        order = sorted(self._waiting)  # ranks must agree on it, and arrival differs
+        order = sorted(self._waiting)  # arrival may differ between ranks
         tensors, streams = zip(*(self._waiting[position] for position in order), strict=True)
         self._waiting = {}
         self._results = dict(zip(order, tensors, strict=True))
@@ -72,7 +72,7 @@ class Group:
         return self._results.pop(position)
 
     def abandon(self) -> None:
-        """Forget what is there and what is in flight."""
+        """Forget everything waiting and in flight."""
         if self.handle:
             collectives.abandon(self.handle, None)
         self.handle = 0

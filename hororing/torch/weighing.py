@@ -1,12 +1,12 @@
 """The weights of an optimizer's backward passes: how much each counts in the average.
 
-Over the passes of a step a gradient is the weighted mean of those so far. Before pass p is
-added, with n[p] as its weight and N[p] = n[1] + ... + n[p], what is there is multiplied by
-N[p - 1] / N[p], and what is added by n[p] / N[p]. The last pass sends that mean with the weight
-N[p]. Nothing grows beyond the range of 16-bit floats.
+Over the passes of a step, a gradient is the weighted mean of the passes so far. Before pass p is
+added, with the weight n[p] and N[p] = n[1] + ... + n[p], the present value is multiplied by N[p -
+1] / N[p], and the added one by n[p] / N[p]. The last pass sends that mean with the weight N[p].
+Nothing exceeds the range of 16-bit floats.
 
-The requests of all gradients read one number, so a new weight costs the same for any number of
-them. Another request sums the weights, for what is to be done where all are 0.
+The requests of all gradients read one number, so the cost of a new weight does not depend on how
+many there are. Another request sums the weights, for the case that all are 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def checked_weight(weight: Any, op: int) -> float | None:
-    """Return a weight that an optimizer may be given. TypeError, ValueError for others."""
+    """Return a valid weight of an optimizer. TypeError, ValueError for others."""
     number = arguments.check_weight(weight, "DistributedOptimizer")
     if number is None:
         return None
@@ -45,15 +45,15 @@ def checked_weight(weight: Any, op: int) -> float | None:
 
 
 class Weighing:
-    """The weights of one reducer. `name` is that of the request that sums them."""
+    """The weights of one reducer. `name` is the name of the request that sums them."""
 
     def __init__(self, name: str, members: int) -> None:
-        self.weight: float | None = None  # of passes to come; None: all count the same
-        self.cell = new_weight()  # where the requests find this rank's weight, of all passes
-        self.sent: float | None = None  # with the latest gradients
-        self.all_zero = False  # all ranks' weights were, in the reduction that is complete
-        self._passes = 1  # for which gradients are arranged
-        self._begun = False  # a pass of this step
+        self.weight: float | None = None  # of later passes; None: all count the same
+        self.cell = new_weight()  # from which the requests read this rank's weight, of all passes
+        self.sent: float | None = None  # weight of the latest gradients
+        self.all_zero = False  # all ranks' weights were 0 in the completed reduction
+        self._passes = 1  # number of passes for which hooks are set
+        self._begun = False  # a pass of this step has begun
         self._ended = 0.0  # weight of the passes of this step that have ended
         self._shares: tuple[float, float] | None = None  # of them and of this pass, from the second
         self._weighed: set[int] = set()  # ids of the gradients' parameters, in this pass
@@ -63,11 +63,11 @@ class Weighing:
 
     @property
     def current(self) -> float | None:
-        """The weight of what is sent now."""
+        """The weight of gradients that are sent now."""
         return None if self.weight is None else float(self.cell[0])
 
     def set(self, weight: float | None, reducer: Reducer) -> None:
-        """Give the passes to come a weight; None: none has one. REQUIRES: no pass runs."""
+        """Set the weight of later passes; None: none has one. REQUIRES: no pass runs."""
         changes = (weight is None) != (self.weight is None)
         if changes and reducer.ended and reducer.passes > 1:
             raise AssertionError(
@@ -80,7 +80,7 @@ class Weighing:
             self.arrange(param, gradient)
 
     def arrange(self, param: torch.Tensor, gradient: Gradient) -> None:
-        """Have a gradient weighed, or not."""
+        """Turn the weighing of a gradient on or off."""
         gradient.weigh(None if self.weight is None else self.cell)
         adds = self.weight is not None and self._passes > 1 and gradient.hook is not None
         if adds and gradient.pre_hook is None:
@@ -92,7 +92,7 @@ class Weighing:
         self._begun, self._ended, self._shares = False, 0.0, None
 
     def begin_pass(self, reducer: Reducer) -> None:
-        """Add the weight of a pass to those of the step's passes before it."""
+        """Add the weight of a pass to the weights of the step's earlier passes."""
         if self.weight is None:
             return
         if reducer.passes == 1:
@@ -111,7 +111,7 @@ class Weighing:
         self._weighed.clear()
 
     def end_passes(self, passes: int, *, hooked: bool) -> None:
-        """Take the weight that is set for the only pass where no hook has told of any."""
+        """Use the weight of the only pass if no hook has begun it."""
         if self.weight is None or self._begun:
             return
         if passes > 1 and not hooked:
@@ -122,7 +122,7 @@ class Weighing:
         self.cell[0] = self.weight
 
     def weigh(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
-        """Return what this pass adds to `param.grad`, which this scales; None: `grad` itself."""
+        """Return what this pass adds to `param.grad`, and scale the latter; None: `grad` itself."""
         if self._shares is None:
             return None
         self._scale(param)
@@ -145,7 +145,7 @@ class Weighing:
         self._weighed.add(id(param))
 
     def send_total(self, failures: list[Exception]) -> None:
-        """Start the sum of the ranks' weights; an error goes to `failures`."""
+        """Start the sum of the ranks' weights; append an error to `failures`."""
         self.sent, self.all_zero = self.current, False
         if self.sent is None:
             return
@@ -158,7 +158,7 @@ class Weighing:
             failures.append(error)
 
     def finish_total(self, failures: list[Exception]) -> None:
-        """Wait for the sum, if it was started; not after failures: others may never start it."""
+        """Wait for the sum, if started; not after failures: other ranks may never start it."""
         if failures:
             self._abandon_total()
         elif self._request.handle:
@@ -169,7 +169,7 @@ class Weighing:
                 failures.append(error)
 
     def abandon(self) -> None:
-        """Forget what is in flight, and all passes."""
+        """Forget everything in flight, and all passes."""
         self._abandon_total()
         self.reset_passes()
 
@@ -180,5 +180,5 @@ class Weighing:
 
 
 def _times(grad: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply; by 0 whatever it is."""
+    """Multiply; 0 times anything is 0."""
     return grad * factor if factor else torch.zeros_like(grad)

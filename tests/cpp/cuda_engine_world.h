@@ -44,7 +44,7 @@ struct OnDevice {
   // When the handle is complete, has the stream wait for the results.
   Status Finish(int64_t handle) {
     Status status;
-    if (player.engine->Wait(handle, kPatience, &status) != HandleState::kDone) {
+    if (player.engine->Wait(handle, kTestTimeout, &status) != HandleState::kDone) {
       return Status(Code::kInternal, "the test waited for ever");
     }
     const std::shared_ptr<const DeviceEvent> done_event = player.handles->DoneEvent(handle);

@@ -18,7 +18,7 @@ namespace hororing_test {
 
 using namespace hororing;
 
-inline constexpr TimeNs kPatience = 60 * kSecond;  // sanitizers are slow; a hang is a failure
+inline constexpr TimeNs kTestTimeout = 60 * kSecond;  // sanitizers are slow; a hang is a failure
 
 struct Player {
   std::unique_ptr<Engine> engine;
@@ -64,9 +64,9 @@ struct Player {
     return Submit(std::move(entry), /*blocking=*/false, handle);
   }
   // Looks up every `slice`, as Python does for its signals.
-  Status Wait(int64_t handle, TimeNs slice = kPatience) {
+  Status Wait(int64_t handle, TimeNs slice = kTestTimeout) {
     Status status;
-    const TimeNs deadline = After(NowNs(), kPatience);
+    const TimeNs deadline = After(NowNs(), kTestTimeout);
     while (engine->Wait(handle, slice, &status) != HandleState::kDone) {
       if (NowNs() >= deadline) return Status(Code::kInternal, "the test waited for ever");
     }
@@ -92,7 +92,7 @@ struct Player {
     const Status submitted = Submit(std::move(entry), /*blocking=*/true, &handle);
     if (!submitted.ok()) return submitted;
     Status status;
-    if (engine->Wait(handle, kPatience, &status) != HandleState::kDone) {
+    if (engine->Wait(handle, kTestTimeout, &status) != HandleState::kDone) {
       return Status(Code::kInternal, "the test waited for ever");
     }
     ResultBuffer result;
@@ -131,7 +131,7 @@ inline void Play(int size, const EngineConfig& base, const std::function<void(Pl
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
       EngineConfig config = base;
-      config.timeout_ns = kPatience;
+      config.timeout_ns = kTestTimeout;
       if (adjust) adjust(rank, config);
       Player player;
       player.rank = rank;
@@ -144,7 +144,7 @@ inline void Play(int size, const EngineConfig& base, const std::function<void(Pl
       };
       static_cast<void>(Start(config, make_world, &player));
       script(player);
-      if (player.engine != nullptr) CHECK(player.engine->Shutdown("", kPatience));
+      if (player.engine != nullptr) CHECK(player.engine->Shutdown("", kTestTimeout));
     });
   }
   for (std::thread& thread : threads) thread.join();

@@ -46,7 +46,7 @@ inline void PlayOn(const Hosts& hosts, const EngineConfig& base,
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
       EngineConfig config = base;
-      if (config.timeout_ns == kForever) config.timeout_ns = kPatience;
+      if (config.timeout_ns == kForever) config.timeout_ns = kTestTimeout;
       Player player;
       player.rank = rank;
       player.size = size;
@@ -56,7 +56,7 @@ inline void PlayOn(const Hosts& hosts, const EngineConfig& base,
       };
       CHECK_OK(Start(config, make_world, &player));
       script(player);
-      if (player.engine != nullptr) CHECK(player.engine->Shutdown("", kPatience));
+      if (player.engine != nullptr) CHECK(player.engine->Shutdown("", kTestTimeout));
     });
   }
   for (std::thread& thread : threads) thread.join();

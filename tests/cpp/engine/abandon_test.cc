@@ -101,14 +101,14 @@ void PlayStuck(TimeNs timeout_ns, std::vector<ProcessIdentity> neighbours,
       if (rank == kStuck) {
         on_stuck(player, *stuck);
         // As the C interface does.
-        CHECK(!player.engine->Shutdown("", kPatience));
+        CHECK(!player.engine->Shutdown("", kTestTimeout));
         static_cast<void>(player.engine.release());
         return;
       }
       std::vector<float> data(1000, 1.0f);
       const Status failed = player.Allreduce("x", data);
       CHECK(failed.code() == Code::kTransport || failed.code() == Code::kPeerLost);
-      CHECK(player.engine->Shutdown("", kPatience));
+      CHECK(player.engine->Shutdown("", kTestTimeout));
     });
   }
   for (std::thread& thread : threads) thread.join();

@@ -64,7 +64,7 @@ TEST(who_breaks_off_leaves_a_batch_that_others_hold_up) {
     PlayHeld(
         hosts,
         [](Player& player, int64_t handle) {
-          CHECK(player.engine->Abort("ValueError: bad data", kPatience / 6));
+          CHECK(player.engine->Abort("ValueError: bad data", kTestTimeout / 6));
           const Status status = player.Wait(handle);
           CHECK(status.code() == Code::kPeerLost);
           CHECK_EQ(status.rank(), 0);
@@ -84,7 +84,7 @@ TEST(an_engine_that_does_not_shut_down_in_time_can_be_ended) {
       kHosts[0],
       [](Player& player, int64_t) {
         CHECK(!player.engine->Shutdown("", kSecond / 10));
-        CHECK(player.engine->Abort("it took too long", kPatience / 6));
+        CHECK(player.engine->Abort("it took too long", kTestTimeout / 6));
         player.engine.reset();
       },
       [](const Status& status) { CHECK(status.code() == Code::kPeerLost); });

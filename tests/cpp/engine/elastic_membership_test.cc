@@ -70,7 +70,7 @@ class Told {
   };
   std::vector<End> Ends(size_t count) {
     std::unique_lock<std::mutex> lock(mutex_);
-    CHECK(changed_.wait_for(lock, std::chrono::nanoseconds(kPatience),
+    CHECK(changed_.wait_for(lock, std::chrono::nanoseconds(kTestTimeout),
                             [&] { return ended_.size() >= count; }));
     return ended_;
   }

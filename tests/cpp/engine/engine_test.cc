@@ -102,7 +102,7 @@ TEST(a_name_in_flight_is_refused_and_leaves_the_first_one_alone) {
 
 TEST(what_was_submitted_before_a_barrier_has_landed_after_it) {
   EngineConfig config;
-  config.cycle_time_ns = kPatience;
+  config.cycle_time_ns = kTestTimeout;
   Play(3, config, [](Player& player) {
     for (int step = 0; step < 10; ++step) {
       std::vector<float> data(300000, 1.0f), later(1, 1.0f);
@@ -128,7 +128,7 @@ TEST(gathered_tensors_may_differ_in_rows) {
       int64_t handle = 0;
       CHECK_OK(player.Gather("g", mine, &handle));
       Status status;
-      CHECK(player.handles->Wait(handle, kPatience, &status) == HandleState::kDone);
+      CHECK(player.handles->Wait(handle, kTestTimeout, &status) == HandleState::kDone);
       CHECK_OK(status);
       ResultBuffer result;
       CHECK_OK(player.handles->Take(handle, 0, &result));
@@ -161,7 +161,7 @@ TEST(a_group_of_different_types_keeps_their_sizes) {
         int64_t handle = 0;
         CHECK_OK(player.Submit(std::move(entry), true, &handle));
         Status status;
-        CHECK(player.engine->Wait(handle, kPatience, &status) == HandleState::kDone);
+        CHECK(player.engine->Wait(handle, kTestTimeout, &status) == HandleState::kDone);
         CHECK_OK(status);
         if (kind == Collective::kBroadcast) {
           CHECK_EQ(int{small[4]}, 0);
@@ -186,7 +186,7 @@ TEST(shutting_down_on_one_rank_fails_what_waits_on_the_others) {
     std::vector<float> data(4, 1.0f);
     CHECK_OK(player.Allreduce("together", data));
     if (player.rank == 2) {
-      CHECK(player.engine->Shutdown("bye", kPatience));
+      CHECK(player.engine->Shutdown("bye", kTestTimeout));
       return;
     }
     const Status status = player.Allreduce("alone", data);
@@ -203,7 +203,7 @@ TEST(an_abort_reaches_the_peers_with_its_reason) {
     std::vector<float> data(4, 1.0f);
     CHECK_OK(player.Allreduce("together", data));
     if (player.rank == 1) {
-      CHECK(player.engine->Abort("ValueError: bad data", kPatience));
+      CHECK(player.engine->Abort("ValueError: bad data", kTestTimeout));
       return;
     }
     const Status status = player.Allreduce("alone", data);
@@ -285,7 +285,7 @@ TEST(a_rank_that_gives_up_starting_is_heard_of_by_those_who_have_started) {
   if (started.ok()) {
     std::vector<float> data(1, 1.0f);
     CHECK(players[0].Allreduce("x", data).code() == Code::kPeerLost);
-    CHECK(players[0].engine->Shutdown("", kPatience));
+    CHECK(players[0].engine->Shutdown("", kTestTimeout));
   }
   gives_up.join();
   stuck.join();
@@ -298,33 +298,33 @@ TEST(a_waiter_for_a_handle_that_is_released_is_told) {
   std::thread waiter([&] {
     Status status;
     waits = true;
-    CHECK(table.Wait(handle, kPatience, &status) == HandleState::kUnknown);
+    CHECK(table.Wait(handle, kTestTimeout, &status) == HandleState::kUnknown);
   });
   while (!waits) std::this_thread::yield();
   const TimeNs begin = NowNs();
   CHECK(table.Release(handle));
   CHECK(!table.Release(handle));
   waiter.join();
-  CHECK(NowNs() - begin < kPatience / 2);
+  CHECK(NowNs() - begin < kTestTimeout / 2);
   table.Complete(handle, Status::Ok(), {});
 }
 
 TEST(one_thread_hears_of_whichever_handle_is_complete) {
   HandleTable table;
   const int64_t slow = table.Create(), quick = table.Create(), nobodys = table.Create();
-  const int64_t none = table.NextCompletion(-1, kPatience);
+  const int64_t none = table.NextCompletion(-1, kTestTimeout);
   CHECK(table.Poll(slow) == HandleState::kPending);
   CHECK(table.Poll(quick) == HandleState::kPending);
   table.Complete(nobodys, Status::Ok(), {});
   CHECK(table.NextCompletion(none, 0) == none);
   std::thread engine([&] { table.Complete({quick}); });
-  const int64_t one = table.NextCompletion(none, kPatience);
+  const int64_t one = table.NextCompletion(none, kTestTimeout);
   CHECK(one == none + 1);
   CHECK(table.Poll(quick) == HandleState::kDone);
   CHECK(table.NextCompletion(one, 0) == one);
   engine.join();
   table.Complete(slow, Status(Code::kShutDown, "over"), {});
-  CHECK(table.NextCompletion(one, kPatience) == one + 1);
+  CHECK(table.NextCompletion(one, kTestTimeout) == one + 1);
 }
 
 TEST(a_handle_that_is_done_is_released_at_once_and_only_then) {
@@ -383,7 +383,7 @@ TEST(callers_and_loop_thread_take_turns) {
             CHECK_OK(player.Submit("a" + name, ours, ReduceOp::kSum, &first, random() % 2 == 0));
             if (early) CHECK_OK(player.Wait(first, 50 * kMicrosecond));
             CHECK_OK(player.Submit("b" + name, others, ReduceOp::kSum, &second, true));
-            CHECK_OK(player.Wait(second, random() % 2 == 0 ? 0 : kPatience));
+            CHECK_OK(player.Wait(second, random() % 2 == 0 ? 0 : kTestTimeout));
             if (!early) CHECK_OK(player.Wait(first));
             CHECK_EQ(ours[9], static_cast<float>(player.size));
             CHECK_EQ(others[9], static_cast<float>(2 * player.size));
@@ -401,7 +401,7 @@ TEST(a_wait_that_was_announced_and_does_not_come_holds_nothing_up) {
     int64_t handle = 0;
     CHECK_OK(player.Submit("x", data, ReduceOp::kSum, &handle, /*blocking=*/true));
     Status status;
-    CHECK(player.handles->Wait(handle, kPatience, &status) == HandleState::kDone);
+    CHECK(player.handles->Wait(handle, kTestTimeout, &status) == HandleState::kDone);
     CHECK_EQ(data[0], 2.0f);
     CHECK_OK(player.Allreduce("both have waited", data));
   });

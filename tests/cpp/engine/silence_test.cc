@@ -136,7 +136,7 @@ TEST(callers_that_wait_for_one_another_get_an_error_and_no_others) {
     CHECK(status.code() == Code::kStalled);
     CHECK(Contains(status.message(), "allreduce 'metric': submitted by rank 1, missing ranks 0,2"));
     const TimeNs begin = NowNs();
-    CHECK(player.engine->Shutdown("", kPatience));
+    CHECK(player.engine->Shutdown("", kTestTimeout));
     CHECK(NowNs() - begin < 3 * kSecond);
   });
 }

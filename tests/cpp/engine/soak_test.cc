@@ -116,7 +116,7 @@ void Soak(Player& player) {
       timeline = !timeline;
       switching = std::thread([&player, &path, on = timeline] {
         CHECK_OK(on ? player.engine->StartTimeline(path, true)
-                    : player.engine->StopTimeline(kPatience));
+                    : player.engine->StopTimeline(kTestTimeout));
       });
     }
     const bool takes_part = !(plan.in_set || plan.joins) || player.rank != plan.left_out;

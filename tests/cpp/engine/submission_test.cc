@@ -32,7 +32,7 @@ TEST(many_requests_are_submitted_and_awaited_together) {
         }
         bool all_ok = false;
         const HandleState state =
-            player.engine->WaitMany(handles.data(), kCount, kPatience, &all_ok);
+            player.engine->WaitMany(handles.data(), kCount, kTestTimeout, &all_ok);
         CHECK(state == HandleState::kDone);
         CHECK(all_ok);
         const auto sum = static_cast<float>(player.size * (player.size + 1) / 2);
@@ -73,7 +73,7 @@ TEST(persistent_requests_start_by_their_ids_up_to_one_that_must_be_submitted) {
         player.engine->Ring(false);
         bool all_ok = false;
         const HandleState state =
-            player.engine->WaitMany(handles.data(), kCount, kPatience, &all_ok);
+            player.engine->WaitMany(handles.data(), kCount, kTestTimeout, &all_ok);
         CHECK(state == HandleState::kDone && all_ok);
         const auto sum = static_cast<float>(player.size * (player.size + 1) / 2);
         for (const auto& each : data) CHECK(each == std::vector<float>(3, sum));
@@ -116,7 +116,7 @@ TEST(persistent_requests_start_by_their_ids_up_to_one_that_must_be_submitted) {
       CHECK_OK(player.Wait(handles[0]));
       std::vector<float> last(1, 0.0f);
       CHECK_OK(player.Allreduce("all are here", last));
-      CHECK(player.engine->Shutdown("", kPatience));
+      CHECK(player.engine->Shutdown("", kTestTimeout));
       CHECK_EQ(start(), size_t{0});
     });
   }
@@ -145,28 +145,28 @@ TEST(a_table_knows_requests_by_their_ids_while_none_is_in_flight) {
   CHECK(table.Remove(key) != nullptr);
   CHECK(table.Find(key) == nullptr && table.Remove(key) == nullptr);
   CHECK(table.Titles({"NEGOTIATE"}).empty());
-  CHECK(table.Known(7)->agreed == three && table.Known(7)->rows.size() == 2);
+  CHECK(table.FindRecord(7)->agreed == three && table.FindRecord(7)->rows.size() == 2);
 
   const Request four = submit(4);  // as which it is not known
   CHECK_EQ(table.IdOf(four), uint64_t{0});
   table.Find(key)->cache_id = 8;
   table.Define(8, four, {});
-  CHECK(table.Known(7) == nullptr);
+  CHECK(table.FindRecord(7) == nullptr);
   table.Forget(8);
   table.Forget(8);
-  CHECK(table.Known(8) == nullptr && table.IdOf(four) == 0);
+  CHECK(table.FindRecord(8) == nullptr && table.IdOf(four) == 0);
   CHECK_EQ(table.Find(key)->cache_id, uint64_t{0});
   CHECK(table.Remove(key) != nullptr);
 
   table.Define(9, three, {});  // by a rank that has joined
   CHECK(table.RemoveSet(2).empty());
-  CHECK(table.Known(9) != nullptr);
+  CHECK(table.FindRecord(9) != nullptr);
   static_cast<void>(submit(3));
   CHECK_EQ(table.RemoveSet(1).size(), size_t{1});
-  CHECK(table.Known(9) == nullptr);
+  CHECK(table.FindRecord(9) == nullptr);
   table.Define(10, three, {});
   CHECK(table.RemoveSet(1).empty());
-  CHECK(table.Known(10) == nullptr && table.Find(key) == nullptr);
+  CHECK(table.FindRecord(10) == nullptr && table.Find(key) == nullptr);
 }
 
 // Names that come again, in any order, with other shapes, in sets that come and go, while the cache
@@ -296,7 +296,7 @@ TEST(who_waits_for_many_hears_that_one_has_failed_and_may_ask_each) {
     }
     CHECK_OK(player.Allreduce("rank 0 has waited", both));
     if (player.rank == 1) CHECK_OK(player.Submit("late", late, ReduceOp::kSum, &handles[2]));
-    CHECK(player.engine->WaitMany(handles.data(), 3, kPatience, &all_ok) == HandleState::kDone);
+    CHECK(player.engine->WaitMany(handles.data(), 3, kTestTimeout, &all_ok) == HandleState::kDone);
     CHECK(!all_ok);
     CHECK_OK(player.Wait(handles[0]));
     CHECK(player.Wait(handles[1]).code() == Code::kMismatch);
@@ -310,7 +310,7 @@ TEST(a_waiter_for_many_of_which_one_is_released_is_told) {
   table.Create(handles.data(), handles.size());
   std::thread waiter([&] {
     bool all_ok = true;
-    CHECK(table.WaitMany(handles.data(), 2, kPatience, &all_ok) == HandleState::kDone);
+    CHECK(table.WaitMany(handles.data(), 2, kTestTimeout, &all_ok) == HandleState::kDone);
     CHECK(!all_ok);
   });
   table.Complete(handles[0], Status::Ok(), {});

@@ -11,7 +11,7 @@ namespace {
 constexpr int kStuck = 1;  // the rank, and its device
 
 void AwaitHanging() {
-  const TimeNs limit = After(NowNs(), kPatience);
+  const TimeNs limit = After(NowNs(), kTestTimeout);
   while (fake_gpu_hanging() == 0 && NowNs() < limit) std::this_thread::yield();
 }
 
@@ -31,7 +31,7 @@ void PlayStuck(const char* function, bool first,
           fake_gpu_hang_in(function, kStuck);
           script(player, gpu);
           CHECK(player.engine->abandoned());
-          CHECK(!player.engine->Shutdown("", kPatience));
+          CHECK(!player.engine->Shutdown("", kTestTimeout));
           // As the C interface does. The thread is let go, and stops before it touches anything.
           static_cast<void>(player.engine.release());
           fake_gpu_hang_in(nullptr, -1);
@@ -43,7 +43,7 @@ void PlayStuck(const char* function, bool first,
         if (status.ok()) status = player.Allreduce("y", other);
         CHECK(status.code() == Code::kTransport || status.code() == Code::kPeerLost);
         fake_gpu_synchronize(gpu.stream);
-        CHECK(player.engine->Shutdown("", kPatience));
+        CHECK(player.engine->Shutdown("", kTestTimeout));
         player.engine = nullptr;
       },
       [](int, EngineConfig& config) { config.timeout_ns = kSecond; });
@@ -105,7 +105,7 @@ TEST(an_abort_that_never_ends_keeps_no_error_from_anybody_and_shutdown_returns) 
         CHECK(status.code() == Code::kTransport || status.code() == Code::kPeerLost);
         CHECK(Contains(status.message(), "GPU batch 'first' timed out"));
         const TimeNs begin = NowNs();
-        CHECK_EQ(player.engine->Shutdown("", kPatience), !both);
+        CHECK_EQ(player.engine->Shutdown("", kTestTimeout), !both);
         CHECK(NowNs() - begin < 20 * kSecond);
         CHECK_EQ(player.engine->abandoned(), both);
         CHECK(Contains(player.Allreduce("z", other).message(), "'first'"));

@@ -66,7 +66,7 @@ TEST(many_handles_are_waited_for_with_their_events) {
     }
     bool all_ok = false;
     std::vector<std::shared_ptr<const DeviceEvent>> done_events;
-    CHECK(player.engine->WaitMany(handles.data(), 5, kPatience, &all_ok, &done_events) ==
+    CHECK(player.engine->WaitMany(handles.data(), 5, kTestTimeout, &all_ok, &done_events) ==
           HandleState::kDone);
     CHECK(all_ok);
     CHECK(!done_events.empty());
@@ -293,13 +293,13 @@ TEST(a_rank_that_breaks_off_frees_the_others_whose_devices_wait_for_it) {
     CHECK_OK(gpu.Finish(handle));  // it is in the stream, and stays there
     step.Wait();
     if (player.rank == 1) {
-      CHECK(player.engine->Abort("no more", kPatience));
+      CHECK(player.engine->Abort("no more", kTestTimeout));
     } else {
       Status status;
       while ((status = player.Allreduce("z", other)).ok()) {
       }
       CHECK(status.code() == Code::kPeerLost);
-      CHECK(player.engine->Shutdown("", kPatience));
+      CHECK(player.engine->Shutdown("", kTestTimeout));
     }
     fake_gpu_synchronize(gpu.stream);  // which waits for "y": the abort has ended it
   });
@@ -314,12 +314,12 @@ TEST(communicators_whose_collectives_are_stuck_behind_one_another_are_aborted_to
     std::vector<std::vector<float>> data;
     StickBehindOneAnother(player, gpu, step, data);
     if (player.rank == 1) {
-      CHECK(player.engine->Abort("no more", kPatience));
+      CHECK(player.engine->Abort("no more", kTestTimeout));
     } else {
       std::vector<float> other(10);
       while (player.Allreduce("z", other).ok()) {
       }
-      CHECK(player.engine->Shutdown("", kPatience));
+      CHECK(player.engine->Shutdown("", kTestTimeout));
     }
     fake_gpu_synchronize(gpu.stream);
   });
@@ -333,7 +333,7 @@ TEST(a_result_that_is_waited_for_in_a_captured_stream_is_refused_with_a_way_out)
     int64_t handle = 0;
     CHECK_OK(gpu.Start("x", data, 1.0f, &handle));
     Status status;
-    CHECK(player.engine->Wait(handle, kPatience, &status) == HandleState::kDone);
+    CHECK(player.engine->Wait(handle, kTestTimeout, &status) == HandleState::kDone);
     fake_gpu_set("capturing", 1);
     status = player.handles->DoneEvent(handle)->StreamWait(reinterpret_cast<CuStream>(gpu.stream));
     fake_gpu_set("capturing", 0);

@@ -25,7 +25,7 @@ TEST(peers_hear_at_once_of_a_rank_that_was_given_up_in_a_call_of_nccl) {
       CHECK_OK(gpu.Start("x", mine, 1.0f, &handle));
       CHECK(player.Wait(handle, 200 * kMillisecond).code() == Code::kTransport);
       given_up_ns = NowNs();
-      CHECK(!player.engine->Shutdown("", kPatience));
+      CHECK(!player.engine->Shutdown("", kTestTimeout));
       static_cast<void>(player.engine.release());  // as the C interface does
       return;
     }
@@ -41,7 +41,7 @@ TEST(peers_hear_at_once_of_a_rank_that_was_given_up_in_a_call_of_nccl) {
     CHECK(given_up_ns == 0 || NowNs() - given_up_ns < kSoon);
     fake_gpu_hang_in(nullptr, -1);
     fake_gpu_synchronize(gpu.stream);
-    CHECK(player.engine->Shutdown("", kPatience));
+    CHECK(player.engine->Shutdown("", kTestTimeout));
     player.engine = nullptr;
   };
   Play(2, CudaConfig(), script, [](int rank, EngineConfig& config) {
