@@ -1,13 +1,13 @@
-"""hororun's agent on another host: starts ranks there, as it is told over standard input.
+"""hororun's agent on another host: starts ranks there, controlled through standard input.
 
-It says MARK first, since a login script may print something before. Afterwards both sides send
-frames (`hororing.rendezvous.protocol`):
+It first sends MARK, because a login script may have printed something. Then both sides send frames
+(`hororing.rendezvous.protocol`):
 
     agent    -> launcher  ready: a free port; error; rank + stream + data; rank + code
     launcher -> agent     payload: a part of what ranks read; start: secret, directory, environment,
                           ranks; signal, perhaps to one rank; reap: a rank that has ended; close
 
-When standard input ends, so has the launcher or the connection: the agent ends all ranks.
+When standard input ends, the launcher or the connection has ended: the agent ends all ranks.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class _Agent:
         self._going = True
         self._payload: int | None = None
         self._out = os.dup(1)
-        os.dup2(2, 1)  # nothing else may get between the frames
+        os.dup2(2, 1)  # nothing else may be printed between the frames
 
     def run(self) -> None:
         os.write(self._out, MARK)
         self._send({"ready": free_port()})
-        # A connection that breaks may also be told by a signal.
+        # A broken connection may also raise a signal.
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: sys.exit(128))
         self._selector.register(0, selectors.EVENT_READ, self._receive)
@@ -90,7 +90,7 @@ class _Agent:
         own = launch.environment()
         environment = {name: own[name] for name in own if name not in launch.VARIABLES}
         environment |= message["environment"]
-        # How this host sees the one of the launcher, if ssh tells.
+        # The launcher's host as this host sees it, if ssh says so.
         seen = environment.get("SSH_CONNECTION", "").partition(" ")[0]
         descriptor = memory_file("secret", bytes.fromhex(message["secret"]))
         try:
@@ -122,5 +122,5 @@ def free_port() -> int:
 
 
 def main() -> None:
-    """Returns when the launcher says so, or is gone."""
+    """Returns when the launcher says so or has ended."""
     _Agent().run()

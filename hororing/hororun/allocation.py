@@ -1,4 +1,4 @@
-"""The hosts that Slurm, PBS or LSF have given to a batch job, from the variables that it finds."""
+"""The hosts that Slurm, PBS or LSF have given to a batch job, according to its variables."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 @dataclass(frozen=True)
 class Allocation:
-    """Hosts with their slots, and the scheduler or file that gave them."""
+    """Hosts with their slots, and the scheduler or file that named them."""
 
     scheduler: str
     hosts: list[Host]
 
 
 def find(environ: Mapping[str, str]) -> Allocation | None:
-    """Look for an allocation; None: there is none.
+    """Find an allocation; None: there is none.
 
     Raises
     ------
-    ValueError, OSError : a variable or a file is not understood; the text names it.
+    ValueError, OSError : a variable or a file is invalid; the text names it.
     """
     if nodes := environ.get("SLURM_JOB_NODELIST"):
         return Allocation("Slurm", _slurm(nodes, environ.get("SLURM_TASKS_PER_NODE", "")))
@@ -40,7 +40,7 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def _slurm(nodes: str, tasks: str) -> list[Host]:
-    """``node[1-3],gpu7`` and ``4(x2),2,1``: tasks of each, in this order."""
+    """``node[1-3],gpu7`` and ``4(x2),2,1``: the number of tasks of each, in this order."""
     try:
         hosts = parse_hosts(nodes)
     except ValueError as error:

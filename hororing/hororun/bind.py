@@ -1,7 +1,7 @@
-"""``python -m hororing.hororun.bind --numa-aware -- COMMAND``: runs it where it belongs.
+"""``python -m hororing.hororun.bind --numa-aware -- COMMAND``: binds COMMAND to cores and memory.
 
-What hororun puts in front of a program, with --mpi too. The program takes this process's place, and
-keeps its cores, memory policy and outputs.
+hororun puts it in front of a program, also with --mpi. The program replaces this process, and keeps
+its cores, memory policy and outputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hororing.launch import detect
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Replace this process by the command; return only where that fails."""
+    """Replace this process by the command; return only if that fails."""
     parser = argparse.ArgumentParser(prog="python -m hororing.hororun.bind", description=__doc__)
     parser.add_argument("--numa-aware", action="store_true", help="cores and memory of one node")
     parser.add_argument(

@@ -27,7 +27,7 @@ from hororing.hosts import Host
 
 _USAGE, _NOT_FOUND, _FAILED = 2, 127, 1
 
-# Of these mpirun has others, or none.
+# mpirun has other flags for these, or none.
 _WITHOUT_MPI = (
     "--output", "--start-timeout", "--grace", "--rsh-agent", "--ssh-port", "--ssh-identity-file",
 )  # fmt: skip
@@ -198,7 +198,7 @@ def _words(text: str) -> list[str]:
 
 
 def _placed(arguments: argparse.Namespace) -> list[Place]:
-    """Ranks on the hosts that were named, or else on those of a batch allocation, or else here."""
+    """Ranks on the named hosts, or those of a batch allocation, or else on this host."""
     per_host = _per_host(arguments.nproc_per_node)
     hosts, given = _hosts(arguments)
     size, replicas = arguments.num_proc, arguments.num_replicas
@@ -270,7 +270,7 @@ def _ranks(text: str | None, size: int) -> set[int] | None:
 
 
 def _variables(arguments: argparse.Namespace) -> dict[str, str]:
-    """For the ranks of all hosts: settings, which most must share, and -x."""
+    """Variables for the ranks of all hosts: settings, most of which must be the same, and -x."""
     own = launch.environment()
     found = start.settings()
     for text in arguments.variables:
@@ -286,7 +286,7 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def _membership(directory: str | None) -> Path | None:
-    """A file for the generations of an elastic job, beside what its processes print. OSError."""
+    """A file for the generations of an elastic job, beside its processes' output. OSError."""
     if directory is None:
         return None
     file = Path(directory, "membership.jsonl")
@@ -333,7 +333,7 @@ def _node(place: Place) -> str:
 def _read(
     parser: argparse.ArgumentParser, words: list[str]
 ) -> tuple[list[str], argparse.Namespace]:
-    """Parse, after the words of a file where one is named."""
+    """Parse the command line, after the words of a file if one is named."""
     arguments = parser.parse_args(words)
     path = arguments.import_config
     if path is None:
@@ -364,7 +364,7 @@ def _program(arguments: argparse.Namespace) -> list[str]:
 
 
 def _flags(words: list[str], arguments: argparse.Namespace) -> list[str]:
-    """What stands before the program, but for _CONFIGS with their files."""
+    """The words before the program, except for _CONFIGS with their files."""
     flags = words[: len(words) - len(_program(arguments))]
     while flags[-1:] == ["--"]:
         flags = flags[:-1]
@@ -384,7 +384,7 @@ def _bound(python: str, flags: list[str], command: list[str]) -> list[str]:
 
 
 def _stdin() -> IO[bytes] | None:
-    """For rank 0: not a terminal, which can only be read in the session of its own."""
+    """For rank 0: not a terminal, which only its own session can read."""
     try:
         return None if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer
     except ValueError:  # closed
@@ -426,7 +426,7 @@ def _mpirun(arguments: argparse.Namespace, placed: list[Place], command: list[st
         words += ["-x", f"HORORING_NUM_REPLICAS={arguments.num_replicas}"]
     binding = []
     if arguments.numa_aware:
-        words += ["--bind-to", "none"]  # ours binds, memory too
+        words += ["--bind-to", "none"]  # our wrapper binds, also memory
         binding.append("--numa-aware")
     if arguments.only_output_from:
         binding += ["--only-output-from", arguments.only_output_from]
@@ -440,4 +440,4 @@ def _mpirun(arguments: argparse.Namespace, placed: list[Place], command: list[st
     if shutil.which(words[0]) is None:
         print("hororun: there is no mpirun", file=sys.stderr)
         return _NOT_FOUND
-    os.execvp(words[0], words)  # which gets signals itself, and ends its ranks
+    os.execvp(words[0], words)  # which handles signals itself, and ends its ranks

@@ -1,4 +1,4 @@
-"""The script that tells which hosts an elastic job may use: run once a second."""
+"""The script that prints which hosts an elastic job may use, run once a second."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Discovery:
 
     Parameters
     ----------
-    slots : of hosts without a number; None: that is an error.
-    found : called with the hosts, each time when the script has ended well.
-    failed : called with what is wrong otherwise.
+    slots : for hosts without a number; None: that is an error.
+    found : called with the hosts, each time the script succeeds.
+    failed : called with the error otherwise.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Discovery:
         return max(self._next_at - time.monotonic(), 0.0)
 
     def go_on(self) -> None:
-        """Start the script when it is time, and end one that takes too long."""
+        """Start the script when it is due, and end one that takes too long."""
         if time.monotonic() < self._next_at:
             return
         if self._popen is not None:
-            self._kill()  # which `_ended` tells
+            self._kill()  # `_ended` reports it
             self._next_at += EVERY_S
             return
         self._next_at = time.monotonic() + _LONGEST_S
@@ -89,7 +89,7 @@ class Discovery:
         self._selector.register(self._pidfd, selectors.EVENT_READ, self._ended)
 
     def close(self) -> None:
-        """End a script that still runs."""
+        """End the script if it is still running."""
         if self._popen is not None:
             self._kill()
             self._take()
@@ -134,7 +134,7 @@ class Discovery:
 
 
 def parse(text: str, slots: int | None) -> list[Host]:
-    """Read what the script has printed; no line: no hosts. ValueError."""
+    """Parse the script's output; no line: no hosts. ValueError."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return []

@@ -1,4 +1,4 @@
-"""`hororing.run` of an elastic job: who takes part, and what the function has returned."""
+"""`hororing.run` of an elastic job: who takes part, and what the function returned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBERS = {"num_proc": "np", "min_np": "min_np", "max_np": "max_np", "slots_per
 
 
 def chosen(asked: Mapping[str, Any], variables: Mapping[str, str]) -> Elastic | None:
-    """What was asked for, by the names of the flags of hororun. None: the job is not elastic.
+    """The elastic settings, from the names of hororun's flags. None: the job is not elastic.
 
     ValueError, OSError.
     """
@@ -33,13 +33,13 @@ def chosen(asked: Mapping[str, Any], variables: Mapping[str, str]) -> Elastic | 
 
 
 class EndedElastic:
-    """An elastic job that has ended, as `function.results` asks for it.
+    """An elastic job that has ended, in the form that `function.results` needs.
 
-    Ranks are those in the end; where the job has failed, numbers of processes.
+    Ranks are the final ones; if the job has failed, process numbers.
 
     Raises
     ------
-    RunError : it has failed, and no process tells why.
+    RunError : it has failed, and no process says why.
     """
 
     def __init__(self, job: ElasticJob) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hororing import config, launch
 from hororing.hosts import Host
 
-# With any of the first ones the job is elastic.
+# Any of the first ones makes the job elastic.
 _MAKE_ELASTIC = ("min_np", "max_np", "host_discovery_script")
 _ONLY_ELASTIC = ("slots_per_host", "blacklist_cooldown_range")
 NOT_ELASTIC = (
@@ -20,16 +20,16 @@ NOT_ELASTIC = (
 
 @dataclass(frozen=True)
 class Elastic:
-    """What is special about an elastic job.
+    """The settings of an elastic job.
 
     Parameters
     ----------
-    np, min_np, max_np : processes at the start; the fewest and the most.
-    hosts : with their slots; where `script` is given, it tells them.
-    script : words of the command that tells hosts. None: they stay the same.
-    slots_per_host : of hosts of which the script tells no number.
+    np, min_np, max_np : processes at the start; the minimum and the maximum number.
+    hosts : with their slots; if `script` is given, it names the hosts.
+    script : words of the command that prints hosts. None: they stay the same.
+    slots_per_host : for hosts for which the script prints no number.
     cooldown : as `Slots.cooldown`.
-    reset_limit : the most generations after the first; 0: no limit.
+    reset_limit : the maximum number of generations after the first; 0: no limit.
     elastic_timeout_s, peer_timeout_s : as those of `ElasticStore`.
     """
 
@@ -48,7 +48,7 @@ class Elastic:
 def add_arguments(
     parser: argparse.ArgumentParser, positive: Callable[[str], int], seconds: Callable[[str], float]
 ) -> None:
-    """Add them, in a group of their own."""
+    """Add the flags, in a group of their own."""
     add = parser.add_argument_group(
         "elastic jobs", "With one of the first three flags, the job goes on when processes end."
     ).add_argument
@@ -68,12 +68,12 @@ def chosen(
     hosts: Callable[[], Sequence[Host]],
     variables: Mapping[str, str],
 ) -> Elastic | None:
-    """What was given; None: the job is not elastic. ValueError, OSError.
+    """The given settings; None: the job is not elastic. ValueError, OSError.
 
     Parameters
     ----------
-    hosts : finds those that were named.
-    variables : for the ranks, with what stands in this process's environment.
+    hosts : returns the named hosts.
+    variables : for the ranks, including those of this process's environment.
     """
     given = [name for name in _MAKE_ELASTIC if getattr(arguments, name) is not None]
     if not given:

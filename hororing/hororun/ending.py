@@ -1,4 +1,4 @@
-"""How the processes of a job are asked to end, and ended, and which signals ask for that."""
+"""How a job's processes are asked to end, then killed, and which signals request it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-# Sent on as they are. Of the first, each asks for the end.
+# Forwarded unchanged. Each of the first group requests the end.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 OTHERS = (signal.SIGUSR1, signal.SIGUSR2)
-# For a host to tell that its ranks are dead, when they have been killed.
+# Time for a host to report that its killed ranks are dead.
 _KILLED_S = 10.0
 
 
 class Ending:
-    """First a signal that asks for it, after the time of grace SIGKILL. Signals here are sent on.
+    """First sends a signal that requests the end, then SIGKILL. Forwards signals to processes.
 
     Parameters
     ----------
-    selector : what the thread of the job waits in; signals wake it.
+    selector : what the thread of the job waits on; signals wake it.
     send : sends a signal to all processes of the job.
-    grace_s : between the request to end and the end.
+    grace_s : time between the request to end and SIGKILL.
 
     Attributes
     ----------
-    asked : the signal with which the user has asked for the end.
+    asked : the signal with which the user has requested the end.
     begun : processes have been asked to end.
     """
 
@@ -54,13 +54,13 @@ class Ending:
         return None if self._at is None else max(self._at - time.monotonic(), 0.0)
 
     def stop(self, number: int) -> None:
-        """Ask all to end."""
+        """Ask all processes to end."""
         self._send(number)
         if self._at is None:
             self._at = time.monotonic() + self._grace_s
 
     def go_on(self) -> bool:
-        """Kill processes whose time is over. False: that was long ago; a host does not answer."""
+        """Kill processes whose time is over. False: long over; a host does not answer."""
         if self._at is None or time.monotonic() < self._at:
             return True
         if self._killed:
@@ -76,9 +76,9 @@ class Ending:
 
     @contextlib.contextmanager
     def signals_noted(self) -> Iterator[None]:
-        """Let signals wake the selector, and keep their numbers. In the main thread only."""
+        """Let signals wake the selector, and record them. Only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # they are for that one
+            yield  # the main thread handles them
             return
         reading, writing = socket.socketpair()
         reading.setblocking(False)
@@ -88,7 +88,7 @@ class Ending:
         descriptor = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
         try:
             for number in (*ENDING, *OTHERS):
-                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it, for example
                     before[number] = signal.signal(number, self._note)
             yield
         finally:
@@ -103,7 +103,7 @@ class Ending:
         self._signals.append(number)
 
     def take_signals(self, failed: bool) -> None:
-        """Do what signals ask for. `failed`: the job ends already."""
+        """Handle recorded signals. `failed`: the job is ending already."""
         while self._signals:
             number = self._signals.pop(0)
             if number in OTHERS:
@@ -111,6 +111,6 @@ class Ending:
             elif self.asked is None and not failed:
                 self.asked = number
                 self.stop(number)
-            else:  # once more: now
+            else:  # a second request: now
                 self.asked = self.asked or number
                 self._kill()

@@ -1,6 +1,6 @@
-"""Becomes the program of a rank, in a process that dies with the one that has started it.
+"""Replaces itself by a rank's program; the process dies with the one that started it.
 
-A script of its own: it runs without site-packages, since every rank waits for it.
+A separate script: it runs without site-packages, because every rank waits for it.
 """
 
 import ctypes
@@ -15,9 +15,9 @@ _NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as shells do
 def main(parent: int, command: list[str]) -> None:
     """Never returns."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before
+    if os.getppid() != parent:  # it has already died
         os._exit(128 + signal.SIGKILL)
-    # Python has changed what programs expect to find.
+    # Undo changes by Python that programs do not expect.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:

@@ -1,9 +1,8 @@
-"""Ends process groups when the process that has started them is gone.
+"""Ends process groups when the process that started them has ended.
 
-A rank dies with its launcher by itself (`exec_rank`); this is for what a rank has started, of which
-the kernel takes no such care. Reads numbers of groups, a line each, until its standard input ends;
--N: the group N has been ended.
-A script of its own, without site-packages.
+A rank dies with its launcher by itself (`exec_rank`); the guard is for processes that a rank has
+started, for which the kernel does not do that. Reads numbers of groups, one per line, until its
+standard input ends; -N: group N has been ended. A separate script, without site-packages.
 """
 
 import contextlib

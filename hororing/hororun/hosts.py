@@ -1,4 +1,4 @@
-"""The two kinds of hosts of a job: this one, and others with an agent started by ssh."""
+"""The two kinds of hosts of a job: this one, and others with an agent started through ssh."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from hororing.rendezvous import protocol
 from hororing.rendezvous.protocol import Frames, ProtocolError
 
 _READ_BYTES = 2**16
-_PART_BYTES = 2**19  # of a payload in a frame
+_PART_BYTES = 2**19  # of a payload, per frame
 _CLOSE_S = 10.0
-_LOST = 255  # exit code of ranks whose host does not answer, as that of ssh
+_LOST = 255  # exit code of ranks whose host does not answer, like that of ssh
 _MOST_GREETING_BYTES = 2**16
-# Where this package is, which ranks must not find in their PYTHONPATH.
+# The folder of this package, which must not appear in the ranks' PYTHONPATH.
 _AGENT = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
     "from hororing.hororun.agent import main; main()"
@@ -36,12 +36,12 @@ _AGENT = (
 
 
 class LocalHost:
-    """The ranks here."""
+    """The ranks on this host."""
 
     def __init__(self, selector: selectors.BaseSelector, sink: Sink, secret: bytes) -> None:
         self.name = "localhost"
         self.ready = True
-        self.hostname = socket.gethostname()  # as ranks call it
+        self.hostname = socket.gethostname()  # the name that ranks use
         self.programs: list[Program] = []
         self._ranks = LocalRanks(selector, sink)
         self._secret = secret
@@ -78,16 +78,15 @@ class LocalHost:
 
 
 class RemoteHost:
-    """The agent on another host, by ssh or whatever `rsh` starts a command there with.
+    """The agent on another host, started through ssh or the command `rsh`.
 
     Parameters
     ----------
     rsh : the words before the host's name.
-    ranks : those that it has to start.
-    say : shows a line of the launcher's.
-    on_end : called when the agent or the connection has ended, with what is to be said, before its
-        ranks count as failed. None: that is said, and it is a CannotStartError where it was not
-        ready yet.
+    ranks : the ranks that it must start.
+    say : prints a line of the launcher.
+    on_end : called with a message when the agent or the connection has ended, before its ranks
+        count as failed. None: print it, and raise CannotStartError if the agent was not ready yet.
     """
 
     def __init__(
@@ -105,9 +104,9 @@ class RemoteHost:
         self.name = name
         self.ready = False
         self.hostname = name
-        self.port = 0  # a free one of that host, once it is ready
-        self.message: dict[str, Any] = {}  # what `begin` sends, but for the secret
-        self.payload: bytes | None = None  # what its ranks read from their standard input
+        self.port = 0  # a free port of that host, once it is ready
+        self.message: dict[str, Any] = {}  # the message of `begin`, without the secret
+        self.payload: bytes | None = None  # the standard input of its ranks
         self._selector = selector
         self._sink = sink
         self._secret = secret
@@ -136,11 +135,11 @@ class RemoteHost:
         os.set_blocking(self._in.fileno(), False)
 
     def begin(self) -> None:
-        """As `job.Host.begin`. That it fails there is told later, as the ranks' end."""
+        """As `job.Host.begin`. A failure is reported later, as the ranks' end."""
         self._start(self.message)
 
     def start(self, programs: Sequence[Program]) -> None:
-        """Start some of one command. That it fails there is told later, as their end."""
+        """Start ranks of one command. A failure is reported later, as their end."""
         self._running.update(program.rank for program in programs)
         told = [{"rank": each.rank, "environment": dict(each.environment)} for each in programs]
         first = programs[0]
@@ -171,7 +170,7 @@ class RemoteHost:
         self._send({"reap": rank})
 
     def close(self) -> None:
-        """As `job.Host.close`. Waits until the agent has ended its ranks, for some seconds."""
+        """As `job.Host.close`. Waits some seconds until the agent has ended its ranks."""
         if self._in.closed:
             return
         self._send({"close": True})
@@ -184,7 +183,7 @@ class RemoteHost:
                 if waiting.select(left_s) and not self._take():
                     break
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._popen.pid, signal.SIGKILL)  # what it has started, too
+            os.killpg(self._popen.pid, signal.SIGKILL)  # also the processes that it has started
         self._popen.wait()
         for stream in (self._out, self._err):
             with contextlib.suppress(KeyError):
@@ -205,7 +204,7 @@ class RemoteHost:
                 del self._unsent[: os.write(self._in.fileno(), self._unsent)]
         except BlockingIOError:
             return
-        except OSError:  # it has ended, which `_hear` tells
+        except OSError:  # it has ended; `_read` reports that
             pass
         self._forget_unsent()
 
@@ -215,7 +214,7 @@ class RemoteHost:
             self._selector.unregister(self._in)
 
     def _read_rsh(self) -> None:
-        """What ssh or the agent say themselves."""
+        """Print the messages of ssh or the agent."""
         text = os.read(self._err.fileno(), _READ_BYTES)
         if not text:
             self._selector.unregister(self._err)
@@ -228,7 +227,7 @@ class RemoteHost:
             self._ended()
 
     def _take(self) -> bool:
-        """Read what has come; False: nothing comes any more."""
+        """Read from the agent; False: it has closed the connection."""
         data = os.read(self._out.fileno(), _READ_BYTES)
         try:
             for message in self._frames.feed(self._skip_greeting(data)):
@@ -239,7 +238,7 @@ class RemoteHost:
         return bool(data)
 
     def _skip_greeting(self, data: bytes) -> bytes:
-        """Leave out what login scripts print before the agent's first word."""
+        """Skip the output of login scripts before the agent's mark."""
         if self._greeting is None:
             return data
         self._greeting += data
@@ -269,7 +268,7 @@ class RemoteHost:
             self._sink.output(rank, protocol.take(message, "stream", str), data)
 
     def _ended(self) -> None:
-        """The agent, or the connection: its ranks count as failed."""
+        """The agent or the connection has ended: its ranks count as failed."""
         self._on_end(
             f"host {self.name}: {self._error or 'the connection with its agent has ended'}"
         )

@@ -1,8 +1,8 @@
 """A job of several ranks, from the start to the exit code.
 
-The first rank that fails gives the job its exit code; the others are then asked to end, and ended
-after the time of grace. So they are when hororun is told to end. Any thread can run a job; signals
-are noted in the main thread only.
+The first failed rank determines the job's exit code. The others are then asked to end, and killed
+after the time of grace; the same happens when hororun is asked to end. Any thread can run a job;
+signals are recorded only in the main thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CannotStartError(Exception):
 
 
 class Host(Protocol):
-    """Ranks of a host, or what stands for them here."""
+    """The ranks of a host, from this process's view."""
 
     name: str
     ready: bool  # `begin` may be called
@@ -34,21 +34,21 @@ class Host(Protocol):
         """Start its ranks. CannotStartError."""
 
     def signal(self, number: int) -> None:
-        """Send it to its ranks."""
+        """Send a signal to its ranks."""
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Clean up."""
 
 
 class Job:
-    """The ranks of all hosts. A `Sink` of theirs.
+    """The ranks of all hosts, and their `Sink`.
 
     Attributes
     ----------
     hosts : of the job, to be added before `run`.
     host_of : names of other hosts, by rank.
-    results : what ranks have answered, by rank; in the order in which they began to.
-    failed : the rank that gives the job its exit code, and its exit code or minus the signal.
+    results : the ranks' answers, in the order in which the first bytes came.
+    failed : the rank that determines the exit code, and its exit code or minus the signal.
     """
 
     def __init__(self, size: int, output: Output, *, grace_s: float) -> None:
@@ -65,7 +65,7 @@ class Job:
 
     @property
     def asked(self) -> int | None:
-        """The signal with which the user has asked for the end."""
+        """The signal with which the user has requested the end."""
         return self._ending.asked
 
     # -----------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class Job:
         Parameters
         ----------
         start_timeout_s : how long hosts may take until they are ready.
-        before : called when all are, before the first rank is started.
+        before : called when all are ready, before the first rank is started.
 
         Raises
         ------
@@ -118,7 +118,7 @@ class Job:
                 self._output.close()
 
     def _await_hosts(self, timeout_s: float) -> bool:
-        """False: the user has asked for the end."""
+        """Wait until all hosts are ready. False: the user has requested the end."""
         end = time.monotonic() + timeout_s
         while missing := [host.name for host in self.hosts if not host.ready]:
             left_s = end - time.monotonic()
@@ -150,7 +150,7 @@ class Job:
     # The end
 
     def conclude(self) -> int:
-        """Say how it has ended, and return the exit code of hororun."""
+        """Print how the job has ended, and return the exit code of hororun."""
         if self.asked is not None:
             codes = list(self._codes.values()) if self._begun else [1]
             return conclude_asked(self.asked, codes, self._output)
@@ -162,16 +162,16 @@ class Job:
         return code if code > 0 else 128 - code
 
     def end_report(self, rank: int, code: int) -> list[str]:
-        """How a rank has ended, for people: lines."""
+        """Lines for people that say how a rank has ended."""
         return end_report(f"{self.name(rank)} {describe(code)}", code, self._output.tail(rank))
 
     def name(self, rank: int) -> str:
-        """The rank, and its host where that is another one."""
+        """The rank, and its host if that is another one."""
         return f"rank {rank}" + (f" on host {self.host_of[rank]}" if rank in self.host_of else "")
 
 
 def conclude_asked(asked: int, codes: Collection[int | None], output: Output) -> int:
-    """The exit code of a job that a signal has ended, where processes have ended with `codes`."""
+    """The exit code of a job ended by a signal, whose processes ended with `codes`."""
     if not any(codes):
         return 0
     output.say(f"ended by {signal.Signals(asked).name}")
@@ -179,7 +179,7 @@ def conclude_asked(asked: int, codes: Collection[int | None], output: Output) ->
 
 
 def end_report(how: str, code: int, tail: Sequence[bytes]) -> list[str]:
-    """How a process has ended, and the last lines of its standard error: lines for people."""
+    """Lines for people: how a process has ended, and the last lines of its standard error."""
     last = "; the last lines of its standard error:" if tail else ", and said nothing about it"
     lines = (line.decode("utf-8", "surrogateescape") for line in tail)
     hint = "a SIGKILL that nobody sent is usually the kernel's, out of memory: see `dmesg`"
@@ -188,7 +188,7 @@ def end_report(how: str, code: int, tail: Sequence[bytes]) -> list[str]:
 
 
 def describe(code: int) -> str:
-    """How a process has ended, for people."""
+    """Say how a process has ended, for people."""
     if code >= 0:
         return f"has failed with exit code {code}"
     with contextlib.suppress(ValueError):

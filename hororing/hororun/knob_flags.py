@@ -1,4 +1,4 @@
-"""Flags for the knobs of the table, one each, and Horovod's flags for the same."""
+"""One flag for each knob of the table, and Horovod's flags for the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hororing.config.knobs import KNOBS, Knob
 
 _PREFIX = "knob "  # of names in the namespace
 
-# Horovod's names of flags whose values are of the same form.
+# Horovod's names of flags with values of the same form.
 _ALIASES = {
     "TIMELINE": ["--timeline-filename"],
     "AUTOTUNE_LOG": ["--autotune-log-file"],
@@ -21,7 +21,7 @@ _ALIASES = {
     "CPU": ["--thread-affinity"],
     "INTERFACE": ["--network-interface", "--network-interfaces"],
 }
-# Flags with another meaning than their knob: flag, knob, whether a value follows, the meaning.
+# Flags whose meaning differs from their knob: flag, knob, whether a value follows, the conversion.
 _OTHERS: list[tuple[str, str, bool, Callable[[str], str]]] = [
     ("--fusion-threshold-mb", "FUSION_BYTES", True, lambda text: f"{text}MiB"),
     ("--disable-cache", "CACHE_CAPACITY", False, lambda _: "0"),
@@ -33,7 +33,7 @@ _LEFT_OUT = {"ALONE"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add them all, in a group of their own."""
+    """Add all of them, in a group of their own."""
     group = parser.add_argument_group(
         "settings", "One flag for each HORORING_* variable (python -m hororing config)."
     )

@@ -1,8 +1,8 @@
-"""The processes of one host: started, watched, and none left behind.
+"""The processes of one host: starts and watches them, and leaves none behind.
 
-Each rank leads a session of its own, so that signals reach what it has started as well. It is not
-waited for until the end, or until it is buried: as long as its number is taken, no other process
-group can have it.
+Each rank leads its own session, so that signals also reach the processes that it has started. It is
+not reaped until the end, or until `reap` is called: while its id is taken, no other process group
+can get it.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ class Sink(Protocol):
     """Receives events of ranks."""
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
-        """Tell what a rank has printed, in pieces of any size; b"": nothing comes any more."""
+        """Take output of a rank, in pieces of any size; b"": the stream has ended."""
 
     def exited(self, rank: int, code: int) -> None:
-        """Tell that a rank has ended: its exit code, or minus the signal."""
+        """Note the end of a rank: its exit code, or minus the signal."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """The program of a rank. In an elastic job `rank` is the number of the process (`elastic`)."""
+    """The program of a rank. In an elastic job, `rank` is the process number (`elastic`)."""
 
     rank: int
     command: Sequence[str]
     environment: Mapping[str, str]
     directory: str
-    sharing: int = 0  # so many ranks share the cores of this host; 0: HORORING_LOCAL_SIZE
+    sharing: int = 0  # number of ranks that share this host's cores; 0: HORORING_LOCAL_SIZE
     stdin: IO[bytes] | int | None = None  # None: nothing
-    answers: bool = False  # the command gets one word more: a descriptor for its RESULT
+    answers: bool = False  # the command gets one more word: a descriptor for its RESULT
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class _Process:
 
 
 def start(command: Sequence[str], **how: object) -> subprocess.Popen[bytes]:
-    """Start a process that leads a session, and that dies with this one."""
+    """Start a process that leads a session and dies with this one."""
     wrapper = [*_SCRIPT, str(Path(__file__).with_name("exec_rank.py"))]
     return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
         [*wrapper, str(os.getpid()), *command], start_new_session=True, **how
@@ -65,9 +65,9 @@ def start(command: Sequence[str], **how: object) -> subprocess.Popen[bytes]:
 
 
 def step(selector: selectors.BaseSelector, timeout_s: float | None = None) -> None:
-    """Wait until something has happened, for at most `timeout_s`, and call what is registered."""
+    """Wait for events, for at most `timeout_s`, and call the registered functions."""
     for key, _ in selector.select(timeout_s):
-        # An earlier call may have taken away what this one is about.
+        # An earlier call may have unregistered this file.
         if selector.get_map().get(key.fd) == key:
             key.data()
 
@@ -80,31 +80,31 @@ def memory_file(name: str, data: bytes) -> int:
 
 
 def append(number: int, data: bytes | bytearray) -> None:
-    """Write all of it."""
+    """Write everything."""
     left = memoryview(data)
     while left:
         left = left[os.write(number, left) :]
 
 
 def _with_threads(program: Program) -> dict[str, str]:
-    """Share the cores among the ranks of this host: libraries would start threads for all."""
+    """Divide the cores among this host's ranks: libraries would start threads for all cores."""
     cores = len(os.sched_getaffinity(0))
     ranks = program.sharing or int(program.environment.get("HORORING_LOCAL_SIZE", 1))
     return {"OMP_NUM_THREADS": str(max(cores // ranks, 1)), **program.environment}
 
 
 class LocalRanks:
-    """The ranks of this host. Everything happens in the thread that polls `selector`."""
+    """The ranks on this host. Everything happens in the thread that polls `selector`."""
 
     def __init__(self, selector: selectors.BaseSelector, sink: Sink) -> None:
-        """Data of registered files are functions without arguments, for the caller to call."""
+        """The data of registered files are functions without arguments, which the caller calls."""
         self._selector = selector
         self._sink = sink
         self._processes: list[_Process] = []
         self._guard: subprocess.Popen[bytes] | None = None
 
     def start(self, program: Program, secret_fd: int) -> None:
-        """Start one. OSError where that is not possible at all."""
+        """Start a rank. OSError if that is impossible."""
         guard = self._guard or self._start_guard()
         command, passed, result = list(program.command), [secret_fd], None
         if program.answers:
@@ -139,15 +139,15 @@ class LocalRanks:
         self._register(process.pidfd, partial(self._ended, process))
 
     def signal(self, number: int, rank: int | None = None) -> None:
-        """Send it to every rank that runs, or to one, and to what it has started."""
+        """Send a signal to every running rank, or to one, and to the processes that it started."""
         for process in self._processes:
             if process.running and rank in (None, process.program.rank):
                 _kill(process, number)
 
     def reap(self, rank: int) -> None:
-        """End what a rank that has ended leaves behind, and forget it: another may take its place.
+        """End what an ended rank leaves behind, and forget it: another may take its place.
 
-        For jobs that go on after a rank's end, which would collect the dead.
+        For jobs that continue after a rank's end, and would otherwise collect zombies.
         """
         dead = [each for each in self._processes if each.program.rank == rank]
         for process in dead:
@@ -160,7 +160,7 @@ class LocalRanks:
             self._processes.remove(process)
 
     def close(self) -> None:
-        """End whatever is left of the ranks, children too, and pass on what they printed last."""
+        """End all remaining processes of the ranks, children too, and pass on their last output."""
         for process in self._processes:
             _kill(process, signal.SIGKILL)
         for process in self._processes:

@@ -38,7 +38,7 @@ def numbers(text: str) -> list[int]:
 
 
 def read_nodes(root: Path = SYSFS) -> list[Node]:
-    """The nodes that are online and have cores, by number; none where the kernel tells of none."""
+    """The nodes that are online and have cores, by number; none if the kernel lists none."""
     try:
         online = numbers((root / "online").read_text())
     except OSError:
@@ -68,7 +68,7 @@ class Binding:
 def choose(local_rank: int, nodes: list[Node], allowed: frozenset[int]) -> Binding:
     """The node of a host's process `local_rank`, round-robin over nodes with allowed cores.
 
-    `allowed`: cores that this process may use at all, by its container or batch system.
+    `allowed`: the cores that this process may use, given its container or batch system.
     """
     usable = [node for node in nodes if node.cores & allowed]
     if len(usable) < 2:
@@ -81,7 +81,7 @@ def choose(local_rank: int, nodes: list[Node], allowed: frozenset[int]) -> Bindi
 
 
 def bind_memory(node: int) -> None:
-    """Let this process, and what it starts, take memory of one node only. OSError where refused."""
+    """Allocate memory of this process and its children on one node only. OSError if refused."""
     call = _SET_MEMPOLICY.get(platform.machine())
     if call is None:
         raise OSError(f"not known how on {platform.machine()}")
@@ -89,17 +89,17 @@ def bind_memory(node: int) -> None:
     mask = (ctypes.c_ulong * words)()
     mask[node // _LONG_BITS] = 1 << node % _LONG_BITS
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel reads one bit less than it is told.
+    # The kernel uses one bit less than the given length.
     if libc.syscall(call, _MPOL_BIND, mask, ctypes.c_ulong(words * _LONG_BITS + 1)) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def bind(local_rank: int, root: Path = SYSFS) -> Binding:
-    """Bind this process, its later threads and what it starts to a node; see `choose`.
+    """Bind this process, its later threads and its children to a node; see `choose`.
 
-    Where there is one node nothing is done, and `notice` says so. Memory that may not be bound (as
-    in many containers) is noted, too: it then comes from where it is touched first, which is this
-    node as long as it has some.
+    With a single node it does nothing, and `notice` says so. It also notes if memory may not be
+    bound, as in many containers: memory then comes from the node that first touches it, which is
+    this node while it has some.
     """
     chosen = choose(local_rank, read_nodes(root), frozenset(os.sched_getaffinity(0)))
     if chosen.node is None:

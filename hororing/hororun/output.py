@@ -13,27 +13,27 @@ from typing import IO
 from hororing.hororun.local import STDERR, STDOUT
 
 _TAIL_LINES = 10
-_LONGEST_BYTES = 2**16  # of a line that is held back until it is whole
-# Progress bars end their lines so, too.
+_LONGEST_BYTES = 2**16  # of an incomplete line that is held back
+# Progress bars also end their lines with \r.
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r(?=[^\n])|\n)")
 _COLOURS = [36, 33, 32, 35, 34, 96, 93, 92, 95, 94]
 
 
 class Output:
-    """Puts the pieces together. Bytes stay what they are, whatever the encoding.
+    """Assembles lines. Bytes are unchanged, whatever the encoding.
 
     Parameters
     ----------
-    streams : where standard output and standard error go: without a buffer, and open.
-    tag : lines begin with their rank.
-    colour : streams whose tags have colours.
+    streams : where standard output and standard error go: unbuffered, and open.
+    tag : start each line with its rank.
+    colour : streams with coloured tags.
     only_from : ranks whose standard output is shown; None: all. Errors are always shown.
-    directory : where each rank's output goes instead, as rank.N/stdout and rank.N/stderr.
-    elastic : ranks are numbers of processes; files are in process.N.
+    directory : write each rank's output there instead, as rank.N/stdout and rank.N/stderr.
+    elastic : ranks are process numbers; files are in process.N.
 
     Attributes
     ----------
-    ranks : of processes of an elastic job that have one now, by their number; None: not elastic.
+    ranks : present rank by process number in an elastic job; None: not elastic.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Output:
         self._tails: dict[int, deque[bytes]] = {}
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
-        """Take a piece; b"": nothing comes any more."""
+        """Add a piece; b"": the stream has ended."""
         parts = self._parts.pop((rank, stream), b"") + data
         end = 0
         lines = []
@@ -76,13 +76,13 @@ class Output:
             tail.extend(line for line in lines if line.strip())
         if self._directory is not None:
             self._to_file(rank, stream, data)
-            if not data and self.ranks is not None:  # there may be many in the end
+            if not data and self.ranks is not None:  # there may be many by the end
                 self._files.pop((rank, stream)).close()
         elif stream == STDERR or self._only_from is None or self._rank(rank) in self._only_from:
             self._show(stream, b"".join(self._tagged(rank, stream, line) for line in lines))
 
     def open_files(self, size: int) -> None:
-        """Make the files of all ranks now, so that one that cannot be is noticed. OSError."""
+        """Create the files of all ranks now, so that errors show up early. OSError."""
         if self._directory is not None:
             for rank in range(size):
                 for stream in (STDOUT, STDERR):
@@ -94,11 +94,11 @@ class Output:
         return [line.rstrip() for line in lines if line.strip()][-_TAIL_LINES:]
 
     def say(self, text: str) -> None:
-        """Print a line of the launcher itself."""
+        """Print a line of the launcher."""
         self._show(STDERR, f"hororun: {text}\n".encode("utf-8", "surrogateescape"))
 
     def close(self) -> None:
-        """Show unfinished lines, and close files."""
+        """Show incomplete lines, and close files."""
         for rank, stream in list(self._parts):
             self.write(rank, stream, b"")
         for file in self._files.values():
@@ -122,10 +122,10 @@ class Output:
         while left and stream in self._streams:
             try:
                 written = self._streams[stream].write(left)
-            except BrokenPipeError:  # its reader is gone; the job goes on
+            except BrokenPipeError:  # its reader has ended; the job continues
                 del self._streams[stream]
                 return
-            if written is None:  # it is non-blocking, and full
+            if written is None:  # the stream is non-blocking, and full
                 select.select([], [self._streams[stream]], [])
             left = left[written or 0 :]
 

@@ -10,7 +10,7 @@ from hororing.hosts import Host
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs."""
+    """The place of a rank."""
 
     rank: int
     host: str
@@ -20,10 +20,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the ranks of a job find one another: the same on all hosts."""
+    """How the ranks of a job find one another; the same on all hosts."""
 
     job: str
-    address: str  # of the store; several with commas between them
+    address: str  # of the store; several are separated by commas
     master: tuple[str, int]  # host and a free port there, for torch.distributed
 
 
@@ -35,9 +35,9 @@ def place(
     Parameters
     ----------
     hosts : where ranks may run.
-    size : of the job; None: as many as there are places.
-    per_host : ranks of each host; None: by its slots.
-    host_count : how many hosts there have to be, at least; only so many are used.
+    size : number of ranks; None: the number of places.
+    per_host : ranks per host; None: its slots.
+    host_count : the required number of hosts; only that many are used.
 
     Raises
     ------
@@ -58,15 +58,15 @@ def place(
 
 
 def neighbours(hosts: Sequence[str]) -> list[int]:
-    """The order of processes in which those of a host follow one another.
+    """An order of processes in which those of a host are adjacent.
 
-    `hosts` has the name of each process's host.
+    `hosts` has the host name of each process.
     """
     return sorted(range(len(hosts)), key=lambda i: hosts.index(hosts[i]))
 
 
 def by_host(hosts: Sequence[str]) -> list[Place]:
-    """Places of ranks that others have started: `hosts` has the name of each rank's host."""
+    """Places of ranks that another program started: `hosts` has the host name of each rank."""
     return [
         Place(rank, host, hosts[:rank].count(host), hosts.count(host))
         for rank, host in enumerate(hosts)
@@ -104,10 +104,10 @@ def _counts(hosts: Sequence[Host], size: int | None, per_host: int | None) -> li
 
 
 def replicas_of(rank: int, size: int, replicas: int) -> range:
-    """The numbers of the replicas that a rank drives: ``replicas_of(hvd.rank(), hvd.size(), 256)``.
+    """The replicas that a rank drives: ``replicas_of(hvd.rank(), hvd.size(), 256)``.
 
-    Replicas, such as devices of a process that drives several, are divided evenly over ranks.
-    ValueError where that is not possible.
+    Replicas, such as the devices of a process that drives several, are divided evenly over ranks.
+    ValueError if that is impossible.
     """
     if replicas < 1 or replicas % size:
         raise ValueError(f"{replicas} replicas cannot be divided evenly over {size} ranks")
@@ -150,7 +150,7 @@ def _span(numbers: range) -> str:
 
 
 def environment(where: Place, size: int, rendezvous: Rendezvous) -> dict[str, str]:
-    """Variables of a rank, ours and those of torch.distributed. The secret is not among them."""
+    """Variables of a rank, ours and those of torch.distributed, without the secret."""
     return {
         "HORORING_RANK": str(where.rank),
         "HORORING_SIZE": str(size),

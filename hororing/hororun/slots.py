@@ -1,8 +1,8 @@
-"""Where an elastic job may start processes, and when again after one has failed. Pure.
+"""Where an elastic job may start processes, and how soon again after a failure. Pure.
 
-A slot is a place for one process on a host. After a failure it rests for a while, longer after each
-one; the slot is judged, and not its host, since the failure may be that of one GPU. A slot whose
-processes fail by themselves before they take part in any generation is retired.
+A slot is a place for one process on a host. After a failure it pauses, longer after each one. The
+pause is per slot, not per host, because only one GPU may be broken. A slot is retired if its
+processes keep failing by themselves before they take part in a generation.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from hororing.hosts import Host
 
-# Without --blacklist-cooldown-range: the first failure costs no time, the next ones 0.5, 1, 2, ...
+# Without --blacklist-cooldown-range: no pause after the first failure, then 0.5, 1, 2, ... s.
 _FIRST_S, _LONGEST_S = 0.5, 60.0
-# A process that has lived so long wipes out the failures before it.
+# A process that lived this long resets the count of failures.
 _LONG_LIFE_S = 60.0
 _EARLY_FAILURES = 3
 
@@ -26,11 +26,11 @@ class Slot:
 
     Attributes
     ----------
-    index : among those of the host.
-    neighbours : the number of slots of the host, when it came.
-    busy : a process of it runs.
-    ready_at : not to be used before then; a monotonic time in seconds.
-    retired : not to be used again.
+    index : among the slots of the host.
+    neighbours : the number of slots of the host when it was added.
+    busy : a process is running in it.
+    ready_at : do not use it before this monotonic time, in seconds.
+    retired : do not use it again.
     """
 
     host: str
@@ -49,8 +49,8 @@ class Slots:
 
     Parameters
     ----------
-    max_np : the most processes at a time.
-    cooldown : shortest and longest delay after a failure, in seconds; None: see above.
+    max_np : the maximum number of processes at a time.
+    cooldown : shortest and longest pause after a failure, in seconds; None: see above.
     """
 
     max_np: int
@@ -59,9 +59,9 @@ class Slots:
     _hosts: dict[str, list[Slot]] = field(default_factory=dict)
 
     def update(self, hosts: Iterable[Host]) -> tuple[list[str], list[str]]:
-        """Take these hosts, each with its slots, from now on; return the added and removed ones.
+        """Use these hosts and slots from now on; return the added and the removed hosts.
 
-        Slots that stay keep their past; of a host that comes again, all are new.
+        Slots that stay keep their history; those of a host that returns are new.
         """
         before, self._hosts = self._hosts, {}
         for host in hosts:
@@ -77,11 +77,11 @@ class Slots:
         return self._hosts.get(host, [])
 
     def usable(self) -> int:
-        """How many processes there can be, now or after a delay."""
+        """How many processes there can be, now or after a pause."""
         return min(sum(not slot.retired for slot in self._all()), self.max_np)
 
     def due(self, now: float, running: int) -> list[Slot]:
-        """Return the slots in which to start a process now. `running`: processes that run."""
+        """Return the slots in which to start a process now; `running` processes exist."""
         ready = [slot for slot in self._free() if slot.ready_at <= now]
         return ready[: max(self.max_np - running, 0)]
 
@@ -92,7 +92,7 @@ class Slots:
         return min((slot.ready_at for slot in self._free() if slot.ready_at > now), default=None)
 
     def failed(self, slot: Slot, now: float, *, early: bool, lived_s: float = 0.0) -> float:
-        """Delay its next start, and return by how many seconds.
+        """Delay its next start, and return the delay in seconds.
 
         `early`: the process failed by itself, before it took part in a generation.
         """
@@ -110,7 +110,7 @@ class Slots:
         if self.cooldown is None:
             return min(_FIRST_S * 2.0 ** min(failures - 2, 30), _LONGEST_S) if failures > 1 else 0.0
         shortest, longest = self.cooldown
-        random_s = self.random.random() * shortest  # so that not all come at once
+        random_s = self.random.random() * shortest  # so that they do not all start at once
         return min(shortest * 2.0 ** min(failures - 1, 30) + random_s, longest)
 
     def _all(self) -> list[Slot]:

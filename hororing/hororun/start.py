@@ -1,6 +1,6 @@
-"""Starts a job where it was placed, and stays until it has ended.
+"""Starts a placed job, and returns when it has ended.
 
-What the command hororun and `hororing.run` share.
+Shared by the command hororun and `hororing.run`.
 """
 
 from __future__ import annotations
@@ -36,19 +36,18 @@ _HERE = {"localhost", "127.0.0.1", "::1"}
 
 @dataclass(frozen=True)
 class Start:
-    """What is to be started.
+    """What to start.
 
     Parameters
     ----------
     placed : where ranks run.
     command : program and arguments, the same on all hosts.
-    variables : for the ranks of all hosts. Those here have this process's as well.
-    rsh : the words that start a command on another host, before its name.
+    variables : for the ranks of all hosts. Those on this host also have this process's variables.
+    rsh : the words before a host's name in a command that runs another one there.
     start_timeout_s : how long other hosts may take to answer.
-    grace_s : between the request to end and the end.
+    grace_s : time between the request to end and SIGKILL.
     stdin : the standard input of rank 0; None: nothing.
-    payload : what each rank reads from its standard input. Ranks then answer, as
-        `Program.answers`.
+    payload : the standard input of each rank. Ranks then answer; see `Program.answers`.
     """
 
     placed: Sequence[Place]
@@ -79,7 +78,7 @@ def run(what: Start, output: Output) -> Job:
     payload = None if what.payload is None else memory_file("payload", what.payload)
 
     def prepare() -> None:
-        """Tell each host what to start, now that free ports are known."""
+        """Tell each host what to start, once free ports are known."""
         rendezvous = Rendezvous(
             store.job, _addresses(store, others), _master(what.placed[0], remote, bool(others))
         )
@@ -111,7 +110,7 @@ def run(what: Start, output: Output) -> Job:
 def run_elastic(
     what: Start, elastic: Elastic, output: Output, membership: Path | None
 ) -> ElasticJob:
-    """Run an elastic job, `placed` of which tells nothing, and return it when it has ended.
+    """Run an elastic job, whose `placed` is unused, and return it when it has ended.
 
     Raises
     ------
@@ -122,7 +121,7 @@ def run_elastic(
     inherited = {name: own[name] for name in own if name not in launch.VARIABLES}
     common = {"PYTHONUNBUFFERED": "1", "HORORING_ELASTIC": "1", "HORORING_JOB": job}
     payload = None if what.payload is None else memory_file("payload", what.payload)
-    told: dict[bool, str] = {}  # where processes find the store, by whether they are here
+    told: dict[bool, str] = {}  # where processes find the store, by whether they are on this host
 
     def make_store(
         at_first: Elastic, hosts: Sequence[Host], on_event: Callable[[Event], None]
@@ -136,7 +135,7 @@ def run_elastic(
         )  # fmt: skip
         store.listen()
         told[False] = _addresses(store, others)
-        # Where no host but this one is known, its other addresses may not even work.
+        # If this host is the only known one, its other addresses may not even work.
         loopback = protocol.show_address("127.0.0.1", store.port)
         told[True] = told[False] if others or not several else f"{loopback},{told[False]}"
         return store
@@ -189,7 +188,7 @@ def run_elastic(
 
 
 def new_store(size: int, several_hosts: bool) -> tuple[Store, bytes]:
-    """The store of a new job, to be started, and its secret."""
+    """The store of a new job, not started yet, and its secret."""
     secret = protocol.new_secret()
     host = "" if several_hosts else "127.0.0.1"
     return Store(job=secrets.token_hex(8), size=size, secret=secret, host=host), secret
@@ -203,7 +202,7 @@ def _assign(
     payload: int | None,
 ) -> None:
     size = len(what.placed)
-    # Not what an outer job has set for this process.
+    # Not the variables that an outer job has set for this process.
     own = launch.environment()
     inherited = {name: own[name] for name in own if name not in launch.VARIABLES}
     inherited = {"PYTHONUNBUFFERED": "1", **inherited, **what.variables}
@@ -232,7 +231,7 @@ def _assign(
 
 
 def settings() -> dict[str, str]:
-    """Variables of this process that ranks of other hosts need as well: most ranks must agree."""
+    """Variables of this process for ranks of other hosts, most of which must be the same."""
     own = launch.environment()
     return {
         name: own[name]
@@ -242,21 +241,21 @@ def settings() -> dict[str, str]:
 
 
 def named_hosts(hosts: str | None, hostfile: str | None) -> list[Host]:
-    """The hosts that were named; none where neither is given. ValueError, OSError."""
+    """The named hosts; an empty list if there are none. ValueError, OSError."""
     if hosts and hostfile:
         raise ValueError("hosts and a host file: give one of them")
     if not hosts and not hostfile:
         return []
     found = parse_hosts(hosts) if hosts else read_hostfile(str(hostfile))
     here = [host.name for host in found if is_local(host.name)]
-    if len(here) > 1:  # their ranks would not know that they are neighbours
+    if len(here) > 1:  # their ranks would not know that they share a host
         raise ValueError(f"{here[0]} and {here[1]} are both this host: give it once")
     return found
 
 
 def ssh(port: int | None, identity_file: str | None) -> list[str]:
-    """How commands reach other hosts, unless the user says it."""
-    # So that a connection that is cut is noticed. The user's own configuration has the rest.
+    """The command that reaches other hosts, unless the user gives one."""
+    # To notice a cut connection. The user's own configuration has the rest.
     words = ["ssh", "-T", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"]
     if port:
         words += ["-p", str(port)]
@@ -266,7 +265,7 @@ def ssh(port: int | None, identity_file: str | None) -> list[str]:
 
 
 def is_local(host: str) -> bool:
-    """Whether a name is of this host; either may have no domain."""
+    """Whether a name is of this host; either may lack its domain."""
     own = socket.gethostname()
     if host in _HERE or host == own:
         return True
@@ -278,8 +277,8 @@ def is_local(host: str) -> bool:
 def _addresses(store: Server, others: list[str]) -> str:
     hosts = [store.host]
     if not store.host:
-        # Ranks of this host tell the others the first that they reach the store by, which must be
-        # of the network between the hosts; and none may take the loopback address for another's.
+        # Ranks of this host tell others the first address at which they reach the store, so it must
+        # be on the network between the hosts, and no rank may confuse loopback addresses.
         first = [interfaces.towards(others[0])] if others else []
         found = dict.fromkeys([*first, *interfaces.addresses()])
         hosts = [each for each in found if each and not protocol.is_loopback(each)]

@@ -81,14 +81,14 @@ TEST(the_reports_of_a_batch_do_not_grow_with_its_tensors) {
 // Neither a moment, nor an answer.
 TEST(what_somebody_waits_or_polls_for_is_reported_at_once) {
   EngineConfig config;
-  config.cycle_time_ns = 10 * kUnansweredCycles;
+  config.cycle_time_ns = 10 * kTestTimeout;
   Play(2, config, [](Player& player) {
     std::vector<float> early(1, 1.0f), late(1, 1.0f);
     int64_t first = 0, second = 0;
     if (player.rank == 0) {
       // Not before the other rank has told of both.
       const Stats& stats = player.engine->stats();
-      const TimeNs deadline = After(NowNs(), kUnansweredCycles / 4);
+      const TimeNs deadline = After(NowNs(), kTestTimeout / 4);
       while (stats.control_messages_received < 2 && NowNs() < deadline) sched_yield();
       CHECK_EQ(stats.control_messages_received.load(), int64_t{2});
     }
@@ -112,7 +112,7 @@ TEST(a_burst_that_nobody_waits_for_is_reduced) {
       for (size_t i = 0; i < kCount; ++i) {
         CHECK_OK(player.Submit(std::to_string(i), data[i], ReduceOp::kSum, &handles[i]));
       }
-      const TimeNs deadline = After(NowNs(), kUnansweredCycles);
+      const TimeNs deadline = After(NowNs(), kTestTimeout);
       for (const int64_t handle : handles) {
         while (player.handles->Poll(handle) == HandleState::kPending && NowNs() < deadline)
           sched_yield();

@@ -79,7 +79,7 @@ TEST(a_thread_that_lost_its_core_now_and_then_changes_nothing) {
       const Machine& now = random() % 64 == 0 ? late : machine;
       same += choice.streaming() == streams ? 1 : 0;
       ++all;
-      choice.Worked(16 << 10, choice.measures() ? now.Took(choice.streaming(), 16 << 10) : 0);
+      choice.Record(16 << 10, choice.measures() ? now.Took(choice.streaming(), 16 << 10) : 0);
     }
     CHECK(same * 100 > all * 95);
   }
