@@ -14,7 +14,7 @@ T = TypeVar("T")
 class Adapter(Protocol[T]):
     """The interface of a framework for `Verbs`. Nothing here blocks."""
 
-    plain_tensors: PlainTensors  # those that can be read and written where they lie
+    plain_tensors: PlainTensors  # tensors that can be read and written in place
 
     def check(self, tensor: object, verb: str) -> T:
         """Return `tensor`, or raise TypeError or ValueError if no verb can take it."""
@@ -23,10 +23,10 @@ class Adapter(Protocol[T]):
         """Raise ValueError if results cannot be written into `tensor`."""
 
     def dense(self, tensor: T) -> T:
-        """Return `tensor` if its elements lie contiguously in order, else a copy that does."""
+        """Return `tensor` if its elements are contiguous and in order, else such a copy."""
 
     def plain_like(self, tensor: T) -> T | None:
-        """Return new memory of the same shape and type; None where it cannot be a plain one."""
+        """Return new memory of the same shape and type; None if it cannot be a plain tensor."""
 
     def device(self, tensor: T) -> int:
         """Return the number of the CUDA device whose memory it is, or collectives.HOST."""
@@ -35,7 +35,7 @@ class Adapter(Protocol[T]):
         """Return the CUDA stream that this thread computes in on a device."""
 
     def record(self, owners: object) -> None:
-        """Note that this thread's stream uses memory that others may have been given.
+        """Note that this thread's stream uses memory that may be allocated to others.
 
         `owners` are tensors, in lists and tuples. Their memory is not reused before the stream is
         done with it.

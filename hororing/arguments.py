@@ -1,6 +1,6 @@
-"""Reduce operations, and checks of what verbs are given beside tensors.
+"""Reduce operations, and checks of the verbs' arguments other than tensors.
 
-Framework-neutral. What concerns sizes, ranks and process sets, the core checks.
+Framework-neutral. The core checks sizes, ranks and process sets.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def choose_op(op: Any, average: bool | None) -> int:
 
 
 def frames_to_script() -> int:
-    """How many frames above the caller the first one is that is neither ours nor a framework's."""
+    """The number of frames from the caller to the first that is neither ours nor a framework's."""
     frame, level = sys._getframe(1), 1
     ours = ("hororing", "torch", "tensorflow", "keras")
     while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in ours:
@@ -71,7 +71,7 @@ def frames_to_script() -> int:
 def check_op(op: Any) -> int:
     """Return the number of the operation `op`, which may be torch.distributed's, for example.
 
-    UnsupportedOpError where there is no such operation, TypeError for what is none at all.
+    UnsupportedOpError for an unknown operation, TypeError for another kind of object.
     """
     number = _number_of(op)
     if number in _OP_NAMES:
@@ -109,7 +109,7 @@ def check_scatter_op(op: Any, verb: str) -> int:
 
 
 def check_adasum(process_set: int, verb: str) -> None:
-    """Raise NotImplementedError where Adasum cannot be done, as Horovod does."""
+    """Raise NotImplementedError if Adasum is impossible, as Horovod does."""
     if process_set != WORLD_SET:
         raise NotImplementedError(
             f"{verb}: op=Adasum works among all ranks only, not in a process set; use op=Average"
@@ -156,7 +156,7 @@ def check_factors(prescale: float, postscale: float, verb: str) -> tuple[float, 
 
 
 def check_weight(weight: Any, verb: str) -> float | None:
-    """Return the weight if it is a number, or None. Which ones are possible, the core checks."""
+    """Return the weight if it is a number or None. The core checks its value."""
     if weight is None:
         return None
     if isinstance(weight, str) or not hasattr(weight, "__float__"):
@@ -167,7 +167,7 @@ def check_weight(weight: Any, verb: str) -> float | None:
 
 
 def check_splits(splits: Any, dimensions: int = 1, dtype: str = "int32") -> list[int]:
-    """Return the splits of an alltoall as a list. How many and how large, the core checks."""
+    """Return the splits of an alltoall as a list. The core checks their number and size."""
     if dimensions != 1:
         raise ValueError(f"alltoall: splits must have one dimension, not {dimensions}")
     if dtype != "int32":

@@ -14,7 +14,7 @@ __all__ += runtime.__all__
 
 
 def as_object() -> SimpleNamespace:
-    """Return all of it as Horovod's `_basics`, an object that scripts and tests ask."""
+    """Return these functions as Horovod's `_basics`, an object that scripts and tests use."""
     return SimpleNamespace(
         **{name: globals()[name] for name in __all__},
         _get_process_set_ids_and_ranks=process_sets.ids_and_ranks,

@@ -11,7 +11,7 @@ from hororing.process_sets import ProcessSet, global_process_set
 def register(group_size: int, process_set: ProcessSet, title: str) -> ProcessSet | None:
     """Make process sets of the groups, and return this rank's. All ranks of the job call it.
 
-    None for a rank that is in none of them, or alone. `title` names the layer.
+    None for a rank in no group, or alone in one. `title` names the layer.
 
     Raises
     ------
@@ -47,7 +47,7 @@ class GroupedLayer:
 
     @staticmethod
     def check_arguments(process_set: object, options: dict[str, Any]) -> None:
-        """Raise what is wrong before there is a layer."""
+        """Check the arguments before the layer exists."""
         if options.get("synchronized"):
             raise ValueError(
                 "SyncBatchNormalization: synchronized=True is for tf.distribute; leave it out"
@@ -59,7 +59,7 @@ class GroupedLayer:
             )
 
     def share(self, process_set: ProcessSet, group_size: int | None) -> None:
-        """Share with these from now on. At the end of `__init__`."""
+        """Set who shares statistics. Called at the end of `__init__`."""
         self.process_set = process_set
         self._group: ProcessSet | None = None
         self.group_size = group_size
@@ -67,7 +67,7 @@ class GroupedLayer:
             self._register_groups(group_size)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what makes an equal layer."""
+        """Return the configuration of an equal layer."""
         everybody = self.process_set is global_process_set
         return {
             **super().get_config(),  # type: ignore[misc]
@@ -77,7 +77,7 @@ class GroupedLayer:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        """Make a layer of `get_config()`. It communicates no sooner than in training."""
+        """Make a layer from `get_config()`. It does not communicate before training."""
         config = dict(config)
         ranks, group_size = config.pop("process_set", None), config.pop("group_size", None)
         layer = super().from_config(config)  # type: ignore[misc]

@@ -63,7 +63,7 @@ def plan_buckets(ready_s: Numbers, sizes: Numbers, cost: Cost) -> list[int]:
     count = len(ready_s)
     sent_s = cost.beta_s_per_byte * np.concatenate([[0.0], np.cumsum(sizes, dtype=np.float64)])
     finished_s = np.zeros(count + 1)  # f
-    begins = np.zeros(count + 1, dtype=np.int64)  # the j that f[i] is reached with
+    begins = np.zeros(count + 1, dtype=np.int64)  # the best j of f[i]
     for i in range(1, count + 1):
         ends_s = np.maximum(finished_s[:i], ready_s[i - 1]) + (sent_s[i] - sent_s[:i])
         begins[i] = np.argmin(ends_s)
@@ -86,7 +86,7 @@ def finish_planned(ready_s: Numbers, sizes: Numbers, ends: list[int], cost: Cost
 
 
 def finish_unplanned(ready_s: Numbers, sizes: Numbers, cost: Cost) -> float:
-    """Do as `finish_planned` where each message takes what is ready when the one before it ends."""
+    """Do as `finish_planned` if each message sends what is ready when the previous one ends."""
     begin, finished_s = 0, 0.0
     while begin < len(ready_s):
         start_s = max(finished_s, float(ready_s[begin]))
@@ -97,7 +97,7 @@ def finish_unplanned(ready_s: Numbers, sizes: Numbers, cost: Cost) -> float:
 
 
 def propose(ready_s: Numbers, sizes: Numbers, cost: Cost) -> Proposal:
-    """Return the best buckets of gradients in any order, or none where they gain too little.
+    """Return the best buckets of gradients in any order, or none if they gain too little.
 
     A gradient that is ready at infinity is in no bucket.
     """

@@ -56,7 +56,7 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Return True: every build takes tensors in the memory of CUDA devices, where there are some.
+    """Return True: every build supports tensors on CUDA devices.
 
     `python -m hororing info` tells whether there are.
     """
@@ -64,7 +64,7 @@ def cuda_built() -> bool:
 
 
 def rocm_built() -> bool:
-    """Return False: of GPUs, NVIDIA's are supported."""
+    """Return False: only NVIDIA's GPUs are supported."""
     return False
 
 

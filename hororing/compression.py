@@ -72,9 +72,9 @@ class CastCompressor(Compressor):
 
 
 class WithoutState(type):
-    """The class of `Compression` where there is none that keeps errors: asked for one, it says so.
+    """The class of `Compression` in adapters without compressors that keep errors.
 
-    Whether a name is there can be asked as ever.
+    Access to such a name raises an error that says so; hasattr works as usual.
     """
 
     def __getattr__(cls, name: str) -> Any:

@@ -12,8 +12,8 @@ from hororing._core import ffi, lib
 def statistics() -> dict[str, int]:
     """Return counters of what the engine of this process has done since `init`, by name.
 
-    Never blocks. The numbers are counters, read one after another while the engine goes on; what
-    each counts is in docs/scheduling.md. ``"groups"`` holds what
+    Never blocks. The counters are read one after another while the engine runs;
+    docs/scheduling.md explains them. ``"groups"`` holds what
     ``DistributedOptimizer(groups="auto")`` has found, by optimizer, and ``"compression"`` what
     ``Compression.auto`` has chosen.
 
@@ -41,12 +41,12 @@ _compression = weakref.WeakKeyDictionary()
 
 
 def show_groups(owner: object, optimizer: str, groups: dict[str, float]) -> None:
-    """Let `statistics` tell of an optimizer's groups as long as `owner` lives."""
+    """Include an optimizer's groups in `statistics` as long as `owner` lives."""
     _groups[owner] = optimizer, groups
 
 
 def show_compression(owner: object, optimizer: str, chosen: dict[str, float]) -> None:
-    """Let `statistics` tell how gradients are compressed as long as `owner` lives."""
+    """Include the compression of gradients in `statistics` as long as `owner` lives."""
     _compression[owner] = optimizer, chosen
 
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is asked for; 1 where there is none."""
+    """Print the reports; return 1 if there are none."""
     found: list[recorder.Recording] = []
     problems: list[str] = []
     for file in arguments.files:

@@ -20,9 +20,9 @@ def engine_config(
     process_sets: str,
     member: Member | None,
 ) -> tuple[list[Any], Any]:
-    """Return an hr_config without communicator and ranks, and what owns its strings.
+    """Return an hr_config without communicator and ranks, and the owner of its strings.
 
-    TransportError where there is no MPI, by which the processes are to find one another.
+    TransportError if the processes must find one another through MPI, and there is none.
     """
     keep: list[Any] = []
 

@@ -23,11 +23,11 @@ from hororing._core import lib
 
 
 class HororingInternalError(RuntimeError):
-    """A collective failed. The base of what elastic training recovers from."""
+    """A collective failed. The base class of errors from which elastic training recovers."""
 
 
-# TensorFlow raises errors again that a function meets while it is traced, with places in the script
-# added to the text: as the same type if it is initialised like this.
+# When a traced function raises an error, TensorFlow raises it again with source locations in the
+# text. It keeps the type only if the type is initialised like this.
 HororingInternalError.__init__ = Exception.__init__  # type: ignore[method-assign]
 
 
@@ -100,9 +100,9 @@ class RunError(RuntimeError):
 
     Attributes
     ----------
-    rank : the rank that failed; -1 where none is to blame.
+    rank : the rank that failed; -1 if no rank is to blame.
     exit_code : its exit code, or minus the signal that killed it.
-    traceback : that of the exception which the rank raised, as text; "" where it raised none.
+    traceback : of the exception that the rank raised, as text; "" if it raised none.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ def error_for(code: int, text: str, rank: int = -1) -> Exception:
     Parameters
     ----------
     code : a positive hr_code.
-    text : what the core says, as hr_last_error().
+    text : the core's message, as hr_last_error().
     rank : the rank to blame, as hr_last_error_rank().
     """
     if code == lib.HR_PEER_LOST:

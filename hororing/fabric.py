@@ -20,7 +20,7 @@ _FAST_LAYERS = ("ucx", "cm")
 def fast(environ: Mapping[str, str], root: Path = Path("/")) -> str:
     """A network of this host that is faster with MPI than with TCP, such as "mlx5_0"; "": none.
 
-    What the user tells Open MPI (OMPI_MCA_pml) counts; else devices that are up and can be opened.
+    OMPI_MCA_pml, if the user sets it, decides; otherwise devices that are up and can be opened.
     """
     if layer := environ.get("OMPI_MCA_pml", ""):
         return f"OMPI_MCA_pml={layer}" if layer in _FAST_LAYERS else ""
@@ -38,8 +38,8 @@ def fast(environ: Mapping[str, str], root: Path = Path("/")) -> str:
 def tcp_address(environ: Mapping[str, str]) -> str:
     """The address at which a rank that mpirun started is reached by TCP.
 
-    That of the network which Open MPI is told to use (OMPI_MCA_btl_tcp_if_include: a name or a
-    range of addresses), where it is told; else that of the default route.
+    If Open MPI is told to use a network (OMPI_MCA_btl_tcp_if_include: a name or a range of
+    addresses), the address there; otherwise that of the default route.
     """
     for network in filter(None, environ.get("OMPI_MCA_btl_tcp_if_include", "").split(",")):
         if "/" not in network:

@@ -14,5 +14,5 @@ def last_error() -> str:
 
 
 def fail(code: int, context: str = "") -> NoReturn:
-    """Raise what the core's last failure on this thread deserves; `code` may be negated."""
+    """Raise the exception for the core's last failure on this thread; `code` may be negated."""
     errors.raise_for(abs(code), last_error() + context, int(lib.hr_last_error_rank()))

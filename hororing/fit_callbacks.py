@@ -1,6 +1,6 @@
 """The common part of callbacks of ``model.fit``, for Keras 3 and for tf_keras, which is Keras 2.
 
-Classes to be put before a callback of either. What differs between the two is theirs.
+Mixins for the callbacks of either, which contain what differs between the two.
 """
 
 from __future__ import annotations

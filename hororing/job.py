@@ -1,7 +1,7 @@
-"""Where this process stands in the job: `rank`, `size`, ...
+"""The place of this process in the job: `rank`, `size`, ...
 
-`hororing.runtime` starts and ends the engine, and notes here what it has found. Most modules need
-to know that, and `runtime` needs many of them: so it is apart.
+`hororing.runtime` starts and ends the engine, and stores its findings here. They are separate
+because most modules need them, and `runtime` needs many of those modules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FORKED = (
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this rank is. Local: on this host; cross: over hosts, among equal local ranks."""
+    """The place of this rank. Local: on this host; cross: across hosts, among equal local ranks."""
 
     rank: int
     size: int
@@ -58,7 +58,7 @@ process = Process()
 
 
 def at_init(callback: Callable[[], None]) -> None:
-    """Call `callback` whenever an engine starts; for what all ranks must begin anew."""
+    """Call `callback` whenever an engine starts, for state that all ranks must reset."""
     process.at_init.append(callback)
 
 
@@ -70,7 +70,7 @@ def at_shutdown(callback: Callable[[], None]) -> None:
 def refuse_forked() -> None:
     """NotInitializedError in a child that was forked from an initialised process.
 
-    It knows its parent's place in the job, but nothing that takes the engine works there.
+    It knows its parent's place in the job, but nothing that needs the engine works there.
     """
     if process.pid not in (0, os.getpid()):
         raise errors.NotInitializedError(_FORKED)

@@ -1,6 +1,6 @@
 """The logger "hororing", and the thread that brings the core's messages to it.
 
-Every line names its rank. Where the script has configured no logging, lines go to stderr.
+Every line names its rank. Unless the script configures logging, lines go to stderr.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hororing._core import ffi, lib
 
 logger = logging.getLogger("hororing")
 
-# The core forwards only what is logged at all; Python has finer levels than it.
+# The core forwards only records that are logged; Python has finer levels.
 _LEAST, _MOST = 10, 40
 # A wait of the core ends with hr_log_close; this is for a machine that was suspended.
 _WAIT_S = 60.0
@@ -35,7 +35,7 @@ class _RankPrefix(logging.Filter):
 
 
 class _DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Stderr, as it is when a line comes; silent once the script has handlers of its own."""
+    """The present sys.stderr; silent once the script has its own handlers."""
 
     def __init__(self, hide_time: bool) -> None:
         logging.Handler.__init__(self)
@@ -80,11 +80,11 @@ class Forwarder:
             self._thread.start()
 
     def set_rank(self, rank: int) -> None:
-        """Tell the number that lines carry from now on."""
+        """Set the rank that lines name from now on."""
         self._prefix.rank = rank
 
     def close(self) -> None:
-        """Deliver what is there and end the thread."""
+        """Deliver the remaining records, and end the thread."""
         if self._thread is None:
             return
         lib.hr_log_close()

@@ -1,7 +1,7 @@
-"""Where NCCL may be: in the packages that bring it for a framework, or in the system.
+"""Where NCCL may be: in the packages on which frameworks depend, or in the system.
 
-Nothing is imported or loaded here; the core opens the first that can be opened, and before all
-others one that the process has loaded already.
+Nothing is imported or loaded here. The core prefers a library that the process has already loaded,
+and otherwise opens the first that it can.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import sys
 from typing import Final
 
 _SYSTEM: Final = "libnccl.so.2"
-# Where the packages nvidia-nccl-cu* have it, on which frameworks depend. importlib.metadata would
-# find them by name, but takes init() longer than all else.
+# The place in the packages nvidia-nccl-cu*. importlib.metadata would find them by name, but takes
+# longer than the rest of init().
 _IN_PACKAGE: Final = os.path.join("nvidia", "nccl", "lib", _SYSTEM)
 
 

@@ -23,7 +23,7 @@ class Settings(Reduction):
     weight: Any = None  # a tensor, while an update is made: how much this rank counts
 
     def for_maxima(self, op: int) -> Settings:
-        """Return the settings under which variables that are no weights are reduced."""
+        """Return the settings for variables that are not weights."""
         return dataclasses.replace(
             self, op=op, predivide=1.0, compression=NoneCompressor, groups=0, weight=None
         )

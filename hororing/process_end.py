@@ -14,7 +14,7 @@ How a process ends decides what its peers see:
   not finalised, since that would wait for ranks which may compute for hours: mpirun ends the job.
   Where the interpreter goes on (a prompt, python -i, a library that shows the exception by
   sys.excepthook), so does the engine.
-* killed: peers notice.
+* killed: peers notice it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from hororing.failures import last_error
 from hororing.job import process as _process
 from hororing.logs import logger
 
-# Longest that shutdown() waits for what all ranks had submitted. A peer that is frozen must not
-# keep this process from ending.
+# The longest time that shutdown() waits for requests that all ranks have submitted. A frozen peer
+# must not keep this process from ending.
 _SHUTDOWN_TIMEOUT_S = 30.0
 
 
@@ -115,7 +115,7 @@ _EXIT = re.compile(r"by sys\.exit\((\d+)\)")
 
 
 def _interpreter_goes_on() -> bool:
-    """Whether sys.excepthook was called for something else than the end of the script.
+    """Whether sys.excepthook was called for another reason than the end of the script.
 
     At a prompt, or by Python code that only shows an exception with it. The interpreter itself
     calls it when no Python code of the main thread runs any more.

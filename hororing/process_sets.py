@@ -51,11 +51,11 @@ class ProcessSet:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
-        """Return itself: the copy of a model communicates where the model does."""
+        """Return itself: a copied model communicates in the same set."""
         return self
 
     def __reduce__(self) -> Any:
-        """Keep the ranks when pickled: the process that unpickles registers them in its own job."""
+        """Pickle only the ranks: the process that unpickles registers them in its own job."""
         return ProcessSet, (self.ranks,)
 
     def size(self) -> int | None:
@@ -134,7 +134,7 @@ def find(ranks: Sequence[int]) -> ProcessSet | None:
 
 
 class SetOfMembers:
-    """An internal set that only its members ask for; see `of_members`."""
+    """An internal set that only its members request; see `of_members`."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.users = itertools.count(1)  # for names: it has as many users on all members
@@ -170,9 +170,9 @@ job.at_shutdown(_of_members.clear)
 
 
 def of_members(ranks: Sequence[int]) -> SetOfMembers:
-    """Ask for a set of these ranks, this one among them. Does not block.
+    """Request a set of these ranks, including this one. Does not block.
 
-    Only its members ask for it, at any time. Calls with the same ranks share one set.
+    Only its members call it, at any time. Calls with the same ranks share one set.
     """
     key = tuple(sorted(ranks))
     with _of_members_lock:
@@ -182,7 +182,7 @@ def of_members(ranks: Sequence[int]) -> SetOfMembers:
 
 
 def obtain(ranks: Sequence[int]) -> ProcessSet:
-    """Return the registered set of these ranks; where there is none, an internal one."""
+    """Return the registered set of these ranks, or else an internal one."""
     return find(ranks) or register(ranks, internal=True)
 
 
@@ -318,7 +318,7 @@ def register_static(sets: Sequence[ProcessSet]) -> None:
 
 
 def _fits(process_set: ProcessSet) -> bool:
-    """Whether a set is some of the ranks of an elastic job, which may have had other ranks before.
+    """Whether a set has some of the ranks of an elastic job, which may have changed.
 
     A set of all ranks is the global one; one that lacks ranks cannot be used.
     """

@@ -1,4 +1,4 @@
-"""What optimizers and tapes are asked for, checked, the same for every framework."""
+"""The checked arguments of optimizers and tapes, the same for every framework."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Reduction:
 
     @property
     def reduces(self) -> bool:
-        """Whether this rank has somebody to reduce with, or may have: an elastic job grows."""
+        """Whether this rank has, or may get, others to reduce with: an elastic job grows."""
         grows = self.process_set is global_process_set and membership.is_elastic()
         return self.process_set.included() and (grows or len(self.process_set.ranks) > 1)
 
@@ -50,7 +50,7 @@ def checked_reduction(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Reduction:
-    """Make a reduction of the arguments of a user. ValueError and TypeError for wrong ones.
+    """Make a reduction from a user's arguments. ValueError and TypeError for wrong ones.
 
     `what` is the name of the function that was called. `groups` is a number of groups, or lists of
     variables; `num_groups` is its deprecated form.
@@ -109,7 +109,7 @@ def check_reduction(
 def choose_groups(
     what: str, num_groups: int, groups: int | Sequence[Sequence[Any]] | None
 ) -> int | Sequence[Sequence[Any]] | None:
-    """Return what `groups` and its deprecated form ask for together."""
+    """Combine `groups` and its deprecated form."""
     if num_groups == 0:
         return groups
     warnings.warn(

@@ -12,7 +12,7 @@ _VIEW: Final = 1
 
 
 def enabled() -> bool:
-    """Whether spans are wanted now."""
+    """Whether the timeline is on."""
     return bool(lib.hr_timeline_enabled())
 
 

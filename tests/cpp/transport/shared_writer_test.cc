@@ -31,7 +31,7 @@ double ShareStreamed(StorePolicy* choice, const Machine& machine, size_t mib,
   for (size_t i = 0; i < pieces; ++i) {
     const bool streams = choice->streaming();
     streamed += streams ? 1 : 0;
-    choice->Worked(piece, choice->measures() ? machine.Took(streams, piece) : 0);
+    choice->Record(piece, choice->measures() ? machine.Took(streams, piece) : 0);
   }
   return static_cast<double>(streamed) / static_cast<double>(pieces);
 }
