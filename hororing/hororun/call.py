@@ -52,7 +52,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Raised:
+class RankException:
     """The exception of a rank. `error` is a pickle of it, b"" where there can be none."""
 
     what: str  # its type and text
@@ -89,10 +89,10 @@ def main() -> None:
     sys.path[:] = [*told.path, sys.path[0]]
     sys.argv[:] = told.argv
     linecache.cache.update(told.sources)
-    shown_there: list[BaseException] = []
+    shown_by_script: list[BaseException] = []
     hook = sys.excepthook
     sys.excepthook = lambda kind, error, trace: (
-        None if error in shown_there else hook(kind, error, trace)
+        None if error in shown_by_script else hook(kind, error, trace)
     )
     try:
         function, args, kwargs = pickle.loads(told.call)
@@ -104,8 +104,8 @@ def main() -> None:
     except BaseException as error:
         # Answer before other ranks learn of the error: their errors follow from this one.
         append(answer, packed(RAISED, pickle.dumps(raised(error))))
-        shown_there.append(error)
-        _end_within(_END_S)
+        shown_by_script.append(error)
+        _exit_within(_END_S)
         raise
     append(answer, packed(RETURNED, body))
     os.close(answer)
@@ -119,7 +119,7 @@ def _of_file(code: CodeType, file: str) -> CodeType:
     return code.replace(co_filename=file, co_consts=tuple(constants))
 
 
-def _end_within(limit_s: float) -> None:
+def _exit_within(limit_s: float) -> None:
     """End this process then, if a thread of the script lets it live on: the caller waits."""
     timer = threading.Timer(limit_s, os._exit, (1,))
     timer.daemon = True
@@ -147,7 +147,7 @@ def pickled(result: Any) -> bytes:
         raise TypeError(f"the result cannot be pickled: {_text(error)}") from error
 
 
-def raised(error: BaseException) -> Raised:
+def raised(error: BaseException) -> RankException:
     """Describe an exception of the function."""
     trace: TracebackType | None = error.__traceback__
     if trace is not None:
@@ -156,7 +156,7 @@ def raised(error: BaseException) -> Raised:
         again = bytes(cloudpickle.dumps(error))
     except Exception:  # the text has to do
         again = b""
-    return Raised(
+    return RankException(
         _text(error),
         "".join(traceback.format_exception(type(error), error, trace)),
         again,

@@ -27,7 +27,7 @@ from hororing.hororun.elastic_flags import Elastic
 from hororing.hororun.elastic_processes import ElasticHost, ElasticProcess, ProcessHost, failures
 from hororing.hororun.ending import Ending
 from hororing.hororun.hosts import LocalHost
-from hororing.hororun.job import CannotStartError, conclude_asked, epitaph
+from hororing.hororun.job import CannotStartError, conclude_asked, end_report
 from hororing.hororun.local import RESULT, Program, step
 from hororing.hororun.output import Output
 from hororing.hororun.slots import Slot, Slots
@@ -113,7 +113,7 @@ class ElasticJob:
         self._finished = False  # a process has: nothing is started any more
         self.why = ""  # it has failed
         self.answers: dict[int, bytearray] = defaultdict(bytearray)  # by number
-        self._given_up = False  # a host does not answer any more
+        self._host_unreachable = False  # a host does not answer any more
         self._discovery: Finder | None = None
 
     # -----------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class ElasticJob:
         process.slot.busy = False
         for gone in process.gone:
             gone.set()
-        process.host.of.bury(rank)
+        process.host.of.reap(rank)
         if self._ending.begun or process.leaves:
             return
         if code == 0 and ((process.generation and process.status == 0) or not self._generation):
@@ -208,7 +208,7 @@ class ElasticJob:
 
     def _is_over(self) -> bool:
         over = self._ending.begun or self._finished
-        return self._given_up or (over and not self._live())
+        return self._host_unreachable or (over and not self._live())
 
     def _live(self) -> list[ElasticProcess]:
         return [each for each in self.processes if each.code is None]
@@ -420,7 +420,7 @@ class ElasticJob:
 
     def _judge(self) -> None:
         if not self._ending.go_on():
-            self._given_up = True
+            self._host_unreachable = True
             return
         for process in self._live():
             if process.lost_at is not None and time.monotonic() >= process.lost_at + self._grace_s:
@@ -489,12 +489,12 @@ class ElasticJob:
         self._output.say(f"the job has failed: {self.why}")
         if self.first_failed is None:
             return 1
-        for line in self.epitaph(self.first_failed):
+        for line in self.end_report(self.first_failed):
             self._output.say(line)
         code = self.first_failed.code or 1
         return code if code > 0 else 128 - code
 
-    def epitaph(self, process: ElasticProcess) -> list[str]:
+    def end_report(self, process: ElasticProcess) -> list[str]:
         """How it has ended, for people: lines."""
         how = f"{process.name(self._several)} {process.how()}"
-        return epitaph(how, process.code or 0, self._output.tail(process.number))
+        return end_report(how, process.code or 0, self._output.tail(process.number))

@@ -26,7 +26,7 @@ class ProcessHost(Protocol):
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send it to one, or to all."""
 
-    def bury(self, rank: int) -> None:
+    def reap(self, rank: int) -> None:
         """Forget one that has ended."""
 
     def close(self) -> None:

@@ -185,7 +185,7 @@ class _Actors:
             if number not in OTHERS and each in self._handles:
                 ray.kill(self._handles[each])
 
-    def bury(self, rank: int) -> None:
+    def reap(self, rank: int) -> None:
         """End an actor that has answered."""
         self.signal(signal.SIGKILL, rank)
         self._handles.pop(rank, None)
