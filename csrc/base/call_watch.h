@@ -1,11 +1,10 @@
 // CallWatch: watches calls that should return at once, but may never return.
 //
-// Non-blocking calls of MPI can block nevertheless: Open MPI with MPI_THREAD_MULTIPLE has
-// deadlocked itself when it learned over TCP that a peer had died. NVIDIA's driver waits for
-// kernels that wait for a peer, and NCCL waits for its own kernels when it aborts. Nothing ends
-// such a call. Threads that wait for the calling thread notice that here and give it up. If the
-// call returns after all, its thread stops there forever, before it touches anything that others
-// have taken over.
+// Non-blocking MPI calls can block nevertheless: Open MPI with MPI_THREAD_MULTIPLE has deadlocked
+// itself on learning over TCP that a peer had died. NVIDIA's driver waits for kernels that wait for
+// a peer, and NCCL waits for its own kernels when it aborts. Nothing ends such a call. Threads that
+// wait for the calling thread notice it here and abandon that thread. If the call returns after
+// all, its thread stops there forever, before it touches anything that others have taken over.
 //
 // Thread-safety: Call on one thread, never two at a time; everything else on any.
 #pragma once
@@ -45,8 +44,8 @@ class CallWatch {
     CallWatch* const watch_;
   };
 
-  // Makes `watch` the watch of this thread while it lives: for calls of libraries that any thread
-  // makes, of which only this one is watched.
+  // Makes `watch` the watch of this thread while it exists: for library calls that any thread
+  // makes, of which only those on this thread are watched.
   class Thread {
    public:
     explicit Thread(CallWatch* watch) { current_ = watch; }
@@ -56,8 +55,8 @@ class CallWatch {
   };
   static CallWatch* Current() { return current_; }
 
-  // For how long checks have found the same call in progress; 0 without one. Between two checks at
-  // most one second counts: if the whole process was stopped, no call is to blame.
+  // How long checks have found the same call in progress; 0 without one. Between two checks at most
+  // one second counts: if the whole process was stopped, no call is to blame.
   TimeNs Elapsed(TimeNs now) {
     std::lock_guard<std::mutex> lock(mutex_);
     const uint64_t state = state_.load();
@@ -71,9 +70,9 @@ class CallWatch {
     return elapsed_ns_;
   }
 
-  // From now on the thread never leaves the call that the last check found. Returns its name;
-  // everything that the thread did before is visible. No name if the thread has left the call or
-  // was abandoned before.
+  // From now on, the thread never leaves the call that the last check found. Returns the call's
+  // name; everything that the thread did before is visible. No name if the thread has left the call
+  // or was abandoned earlier.
   Name Abandon() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (seen_ % 2 == 0 || !state_.compare_exchange_strong(seen_, kAbandoned)) return {};

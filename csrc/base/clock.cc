@@ -11,8 +11,8 @@ TimeNs CoarseNowNs() {
 }
 
 TimeNs NowNs() {
-  // Not std::chrono::steady_clock: which clock that is, is the library's business, and the
-  // times of several processes are compared with one another.
+  // Not std::chrono::steady_clock: the library chooses its clock, and times of several processes
+  // are compared here.
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<TimeNs>(now.tv_sec) * kSecond + now.tv_nsec;

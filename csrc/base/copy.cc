@@ -13,7 +13,7 @@ namespace {
 // rare case: large memory of malloc, NumPy's for example, begins 16 bytes into a page, and slots
 // at its beginning.
 constexpr uintptr_t kPage = 4096, kTooClose = 64;
-// Below, glibc takes vectors, those of AVX2 at least.
+// Below this size, glibc uses vectors of AVX2 or wider.
 constexpr size_t kMin = 4096;
 
 bool IsTooClose(const void* to, const void* from) {

@@ -5,8 +5,8 @@
 // vector of uint32_t, `Float` is float or a vector of as many floats, and neither branches. A
 // 16-bit pattern occupies the low half of its 32-bit lane.
 //
-// Rounding is to nearest even, infinities and subnormals are kept, not-a-number stays so and
-// becomes quiet with the upper bits of its payload: what F16C does.
+// Rounding is to nearest even, infinities and subnormals are kept, and a NaN becomes quiet and
+// keeps the upper bits of its payload, as with F16C.
 // REQUIRES: the floating-point environment rounds to nearest and does not flush subnormals.
 //
 // `static`, not merely `inline`: the files that include this are compiled for different

@@ -21,8 +21,8 @@ struct Queue {
   bool closed = false;            // GUARDED_BY(mutex)
 };
 
-// Never destroyed: the engine's thread may outlive static destructors when a shutdown gave up
-// on a dead peer.
+// Never destroyed: the engine's thread may outlive static destructors if a shutdown has given up on
+// a dead peer.
 Queue& TheQueue() {
   static Queue* queue = new Queue();
   return *queue;

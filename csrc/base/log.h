@@ -21,8 +21,8 @@ struct LogRecord {
 };
 
 void SetLogLevel(LogLevel least);
-// Records below the level are dropped. When kMaxRecords wait, the oldest is dropped and counted;
-// the next record that is taken gives the count.
+// Drops records below the level. If kMaxRecords wait, it drops the oldest and counts it; the next
+// record that is taken reports the count.
 void Log(LogLevel level, std::string text);
 
 enum class LogTake { kRecord, kNothing, kClosed };

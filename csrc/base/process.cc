@@ -11,11 +11,11 @@
 namespace hororing {
 namespace {
 
-constexpr int64_t kUnknownStart = -1;  // for want of a file descriptor, say
+constexpr int64_t kUnknownStart = -1;  // no file descriptor was free, for example
 
-// The kernel's idea of when a process began, in clock ticks since boot; 0 when it is gone or a
-// zombie, kUnknownStart when it could not be asked. Field 22 of /proc/<pid>/stat, see proc(5); the
-// name in field 2 may hold anything, so parsing starts behind its closing bracket.
+// The start time of a process according to the kernel, in clock ticks since boot; 0 if it has ended
+// or is a zombie, kUnknownStart if unknown. Field 22 of /proc/<pid>/stat, see proc(5). The name in
+// field 2 may contain anything, so parsing starts after its closing bracket.
 int64_t StartTime(int pid) {
   char path[64], text[1024];
   std::snprintf(path, sizeof path, "/proc/%d/stat", pid);

@@ -11,7 +11,7 @@ struct ProcessIdentity {
 };
 
 ProcessIdentity ThisProcess();
-// Also false if it cannot be found out.
+// Also false if that cannot be determined.
 bool IsGone(const ProcessIdentity& process);
 
 }  // namespace hororing

@@ -21,7 +21,7 @@ struct Entry {
   std::atomic<int64_t> time_ns;  // 0: it is being written
   Event event;
   uint8_t collective;
-  uint8_t length;  // of the name, of which the end is kept where it is longer than kName
+  uint8_t length;  // of the name; a longer one than kName is cut at the front
   char name[kName];
 };
 struct File {
@@ -41,13 +41,13 @@ struct sigaction writes_stack;
 // In the main thread, wherever it is.
 void OnStackSignal(int number) {
   const int error = errno;
-  if (syscall(SYS_gettid) != getpid()) {  // from outside it may meet any thread
+  if (syscall(SYS_gettid) != getpid()) {  // from another process it may hit any thread
     syscall(SYS_tgkill, getpid(), getpid(), number);
     errno = error;
     return;
   }
   File* const to = opened.load();
-  // Whatever comes of it: the file is open for appending.
+  // Ignores the result: the file is open for appending.
   if (ftruncate(file, sizeof(File)) == 0) writes_stack.sa_handler(number);
   ++to->stacks;
   syscall(SYS_futex, &to->stacks, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);

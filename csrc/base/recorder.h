@@ -1,6 +1,6 @@
 // Recorder: the last events of this process and the stack of its main thread, for other ranks and
-// `python -m hororing doctor`, which ask what it is doing. They are in a file that the Python
-// package creates and reads (hororing/recorder.py) and that is mapped here, so it survives a kill.
+// `python -m hororing doctor`. They are in a file that the Python package creates and reads
+// (hororing/recorder.py) and that is mapped here, so they survive a kill.
 //
 // One per process, like the queue of the log. Thread-safe, without locks.
 #pragma once
@@ -20,7 +20,7 @@ namespace hororing {
 enum class Event : uint8_t { kSubmitted = 1, kAgreed = 2, kDone = 3, kFailed = 4 };
 
 // Called once. `stack_signal`: the signal whose handler makes the main thread write its Python
-// stack into the file, behind the events; 0: none.
+// stack into the file, after the events; 0: none.
 Status OpenRecorder(int file, int stack_signal);
 // Does nothing before OpenRecorder.
 void Record(Event event, TimeNs now, Collective collective, std::string_view name);

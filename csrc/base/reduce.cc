@@ -26,7 +26,7 @@ struct KernelSets {
 
 #if defined(__x86_64__)
 bool HasF16c() {
-  // Not every compiler's __builtin_cpu_supports knows the word.
+  // Not every compiler's __builtin_cpu_supports knows this feature.
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
 }
@@ -95,7 +95,7 @@ void Reduce(DataType dtype, Arithmetic arithmetic, const Factors& factors, void*
                                                                           count, n);
 }
 
-// Of those sources that count: 0 times infinity would be no number.
+// Only of sources with a weight: 0 times infinity would be NaN.
 void ReduceWeighted(const ReduceSpec& spec, Factors factors, void* result,
                     const void* const* sources, int count, size_t n, const int* ranks) {
   thread_local std::vector<const void*> from;

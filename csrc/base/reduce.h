@@ -47,7 +47,7 @@ struct ReduceSpec {
   }
 };
 
-// kInvalidArgument with a reason when `spec` makes no sense (Average of bool, ...).
+// kInvalidArgument with a reason if `spec` is invalid (Average of bool, ...).
 Status Check(const ReduceSpec& spec);
 
 // True when partial results must not be rounded to the element type between two sources:
@@ -63,7 +63,7 @@ bool IsFloating(DataType dtype);
 void ReduceMany(const ReduceSpec& spec, int divisor, void* result, const void* const* sources,
                 int count, size_t n, const int* ranks = nullptr);
 
-// Partial results, for algorithms that combine pairwise and send what they have so far: the
+// Partial results, for algorithms that combine pairwise and send intermediate results: the
 // accumulation type, float32 for 16-bit floats, int64 or a 128-bit integer for integer averages,
 // and the element type otherwise. The three steps equal one ReduceMany where the combinations
 // are made in its order. Partials are aligned to PartialSize; ranges do not overlap, but without a

@@ -14,7 +14,7 @@ __extension__ typedef unsigned __int128 Uint128;
 // Converted at a time: a tile of the widest accumulator fills half of a first-level cache.
 constexpr size_t kTile = 1024;
 
-// Toward zero; the ends of T for what lies beyond them, 0 for not-a-number.
+// Rounds toward zero; saturates at the limits of T; NaN becomes 0.
 template <typename T>
 T Truncate(double value) {
   using Limits = std::numeric_limits<T>;
@@ -83,7 +83,7 @@ struct Kernels {
 
   static Wide Quotient(Wide sum, int divisor) {
     if constexpr (kIs64) {
-      // A 128-bit division is a slow library call, and sums of such size are rare.
+      // A 128-bit division is a slow library call, and sums this large are rare.
       const int64_t narrow = static_cast<int64_t>(sum);
       if (narrow == sum) return narrow / divisor;
     }

@@ -1,5 +1,5 @@
-// Kernels for any processor: vectors of 16 bytes, which the compiler maps to whatever the
-// target's baseline has (SSE2, NEON) or to plain numbers.
+// Kernels for any processor: vectors of 16 bytes, which the compiler maps to the target's baseline
+// (SSE2, NEON) or to scalars.
 
 #include <cstdint>
 

@@ -9,7 +9,7 @@ namespace hororing {
 std::string Sha256(const std::string& message);
 std::string HmacSha256(const std::string& key, const std::string& message);
 
-// In time that does not depend on where the two differ.
+// Takes the same time wherever the two differ.
 bool EqualSecrets(const std::string& one, const std::string& other);
 
 }  // namespace hororing

@@ -15,7 +15,7 @@ namespace hororing {
 namespace {
 
 constexpr size_t kLine = 64;
-// The smallest copy that gains from it.
+// The smallest copy that benefits.
 constexpr size_t kMin = 512;
 
 #if defined(__SSE2__)
@@ -77,7 +77,7 @@ void StorePolicy::Record(size_t bytes, TimeNs took) {
     return;
   }
   if (measures_) ChooseStores();
-  // The first two show what either costs.
+  // The first two show the cost of each kind.
   measures_ = !measures_ || samples_ == 1;
   left_ = measures_ ? kSample : kInterval;
   const bool trial = measures_ && samples_ == next_trial_;

@@ -20,8 +20,8 @@ namespace hororing {
 // Decides which stores the next copy uses. Pure: times are arguments.
 class StorePolicy {
  public:
-  // Bytes of one measurement, bytes between two of them, and the number of measurements of the
-  // stores in use for each one of the others; fewer at the start, when memory is new.
+  // Bytes of one measurement, bytes between two measurements, and how many measure the stores in
+  // use for each one that measures the others; fewer at the start, when memory is new.
   static constexpr size_t kSample = 32 << 10, kInterval = 1 << 20, kTrialEvery = 32;
   // Streaming starts if work with ordinary stores takes this many times as long, and ends if it
   // takes less. Within one cache the factor is below two, which the readers' gain outweighs; across
@@ -31,7 +31,7 @@ class StorePolicy {
   bool streaming() const { return streaming_; }
   // Whether Record needs the duration.
   bool measures() const { return measures_; }
-  // This many bytes were copied, and the work that belongs to them is done.
+  // Records that this many bytes were copied, including the work that belongs to them.
   void Record(size_t bytes, TimeNs took);
 
  private:

@@ -2,8 +2,8 @@
 
 namespace hororing {
 
-// The switches below have no default: a new enumerator is a compiler warning here. The values
-// after them are for numbers that came from outside and are no enumerator at all.
+// The switches below have no default, so that a new enumerator causes a compiler warning. The
+// values after them are for invalid numbers from outside.
 
 size_t ElementSize(DataType dtype) {
   switch (dtype) {

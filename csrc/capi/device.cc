@@ -1,4 +1,4 @@
-// The C interface, what tensors on GPUs need beside.
+// The C interface: additional functions for tensors on GPUs.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -70,7 +70,7 @@ HR_EXPORT int hr_landed(int64_t handle) {
   if (handles->Poll(handle) == HandleState::kPending) return 0;
   const std::shared_ptr<const DeviceEvent> done_event = handles->DoneEvent(handle);
   bool reached = false;
-  // A device that does not answer uses no memory any more.
+  // A device that does not answer no longer uses memory.
   return done_event == nullptr || !done_event->Poll(&reached).ok() || reached;
 }
 

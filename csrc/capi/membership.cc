@@ -46,7 +46,7 @@ HR_EXPORT void hr_membership_begin(int32_t socket, double interval_s) {
   Exchange(std::make_shared<Membership>(socket, Scaled(interval_s, kSecond), RevokeGeneration));
 }
 
-// The old membership is destroyed here, outside of the lock: its thread may be about to revoke.
+// The old membership is destroyed here, without the lock: its thread may be about to revoke.
 HR_EXPORT void hr_membership_end(void) {
   if (!InForkedChild()) Exchange(nullptr);
 }

@@ -1,4 +1,4 @@
-// State that the files of the C interface share: the process's engine, and the thread's last error.
+// State shared by the files of the C interface: the process's engine, and the thread's last error.
 #pragma once
 
 #include <memory>
@@ -13,7 +13,7 @@
 
 namespace hororing {
 
-// A forked child must not touch the parent's state: threads that hold its locks do not exist there.
+// A forked child must not touch the parent's state: the threads that hold its locks do not exist.
 bool InForkedChild();
 // The handles of all engines of the process.
 const std::shared_ptr<HandleTable>& Handles();
@@ -23,7 +23,7 @@ int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
 // Null before hr_init and after hr_shutdown.
 std::shared_ptr<Engine> CurrentEngine();
 Status NotInitialized();
-// Ends every wait of the engine, if it is of that generation of an elastic job or an earlier one.
+// Ends every wait of the engine, if it belongs to that or an earlier generation of an elastic job.
 // Any thread; does not block.
 void RevokeGeneration(int64_t generation, const Status& why);
 // Not ok if the generation is known to be over. (capi/membership.cc)

@@ -1,5 +1,5 @@
-// From the C interface's request to the engine's, and what one rank alone can see to be wrong in
-// it.
+// Converts requests of the C interface to the engine's, and finds errors that one rank can see
+// alone.
 #pragma once
 
 #include "base/status.h"
@@ -13,8 +13,8 @@ inline std::optional<double> WeightOf(const hr_request& from) {
   return from.weight != nullptr ? std::optional<double>(*from.weight) : std::nullopt;
 }
 
-// kInvalidArgument, naming the request, when it makes no sense. `entry`: a new one, or one that
-// Engine::Submit has left.
+// kInvalidArgument, naming the request, if it is invalid. `entry`: a new one, or one that
+// Engine::Submit has returned.
 Status MakeEntry(const hr_request& from, const SharedProcessSets& sets, int rank,
                  TensorEntry* entry);
 

@@ -1,4 +1,4 @@
-// The C interface: requests on their way to the engine.
+// The C interface: submits requests to the engine.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -49,7 +49,7 @@ bool StartNext(Engine& engine, const hr_request& from, int64_t* handle) {
 // `id`: see Engine::Submit. `events`: shared by all requests of one call.
 Status Submit(Engine& engine, const hr_request& from, bool blocking, StreamEvents* events,
               uint64_t* id, int64_t* handle) {
-  thread_local std::unique_ptr<TensorEntry> entry;  // the memory of one is used again
+  thread_local std::unique_ptr<TensorEntry> entry;  // its memory is reused
   if (entry == nullptr) entry = std::make_unique<TensorEntry>();
   HORORING_RETURN_IF_ERROR(MakeEntry(from, engine.sets(), engine.topology().rank, entry.get()));
   if (blocking && engine.AllreduceOneShot(*entry, handle)) return Status::Ok();

@@ -6,8 +6,8 @@
 
 namespace hororing {
 
-// A thread waits here for another thread that is inside a call of the driver. The loop's thread may
-// be abandoned in this wait, and would then keep the lock for ever. So it releases the lock before
+// A thread waits here for another thread that is in a call of the driver. The loop's thread may be
+// abandoned during this wait, and would then keep the lock forever. So it releases the lock before
 // the watched wait ends, and tries again.
 std::unique_lock<std::mutex> Devices::LockOpening() {
   constexpr CallWatch::Name kOpening{"the first use of a device, in another thread,",
@@ -29,9 +29,9 @@ Status Devices::LoadDriver() {
   return Status::Ok();
 }
 
-// REQUIRES: opening_, and none is open.
+// REQUIRES: opening_, and no device is open.
 Status Devices::Open(std::optional<int> ordinal) {
-  in_use_ = true;  // callers leave the loop to its thread from here on (engine/engine.h)
+  in_use_ = true;  // from here on, callers do not run the loop (engine/engine.h)
   std::shared_ptr<Device> fresh;
   Status status = LoadDriver();
   if (status.ok()) {

@@ -28,19 +28,19 @@ class Devices {
   };
   explicit Devices(const Options& options) : options_(options) {}
 
-  // Whether there are devices and a driver that is new enough.
+  // Whether there are devices and a sufficiently new driver.
   bool Exist();
-  // Device `ordinal`; kInvalidArgument where it cannot be had, or another one is in use.
+  // Device `ordinal`; kInvalidArgument if it is unusable or another one is in use.
   Status Use(int ordinal, std::shared_ptr<Device>* device);
-  // The one in use. A process that has used none gets the one that it would likely use.
+  // The device in use. A process that has used none gets its likely device.
   Status Any(std::shared_ptr<Device>* device);
-  // Whether there is one in use, or about to be.
+  // Whether a device is in use, or about to be.
   bool in_use() const { return in_use_.load(); }
-  // NCCL, loaded at the first call; the same answer ever after.
+  // NCCL, loaded by the first call; later calls give the same answer.
   Status Nccl(std::shared_ptr<const NcclApi>* nccl);
-  // Does `end_communicators`, which aborts some of NCCL, in one group where NCCL can, so that all
-  // are told before the first is waited for: a collective of one may be stuck in the stream behind
-  // one of another.
+  // Runs `end_communicators`, which aborts communicators of NCCL, as one group if NCCL supports
+  // that. Then all of them are aborted before the first is waited for: a collective of one may be
+  // stuck in the stream behind a collective of another.
   void AbortTogether(const std::function<void()>& end_communicators);
 
  private:
@@ -50,7 +50,7 @@ class Devices {
   std::shared_ptr<Device> opened();         // null: none
 
   const Options options_;
-  // Each is held while its library is called, which may take forever. There are two, so that a
+  // Each is held during calls of its library, which may never return. There are two, so that a
   // caller that needs the device does not wait for NCCL.
   std::mutex opening_, loading_nccl_;
   std::shared_ptr<const CudaApi> cuda_;  // GUARDED_BY(opening_)

@@ -18,13 +18,13 @@ class Library {
   static Status Open(const std::string& what, const std::vector<std::string>& paths,
                      Library* library);
 
-  // False where the library has no such function.
+  // False if the library has no such function.
   template <typename Function>
   bool Find(const char* name, Function* function) const {
     *function = reinterpret_cast<Function>(Symbol(name));
     return *function != nullptr;
   }
-  // The file that it was loaded from.
+  // The file from which it was loaded.
   const std::string& path() const { return path_; }
 
  private:

@@ -10,7 +10,7 @@
 namespace hororing {
 namespace {
 
-// Whether a number of that type is as good as `value`.
+// Whether the type can represent `value` exactly.
 bool Holds(DataType dtype, double value) {
   const float narrow = static_cast<float>(value);
   if (dtype == DataType::kFloat16) return HalfToFloat(FloatToHalf(narrow)) == narrow;
@@ -23,7 +23,7 @@ bool AllEqual(const std::vector<size_t>& numbers) {
                      [&](size_t number) { return number == numbers[0]; });
 }
 
-// The calls of one group: those after the first that fails are left out.
+// The calls of one group; skips those after the first failure.
 class Calls {
  public:
   Calls(NcclCommunicator& communicator, const Device& device)
@@ -80,7 +80,7 @@ struct Run {
   NcclOp op;
 };
 
-// The same tensors as runs of their own, and in the fusion buffer. `copies`: where each tensor lies
+// The same tensors as separate runs, and in the fusion buffer. `copies`: the place of each tensor
 // there, and its bytes without the padding.
 std::vector<Run> Alone(const std::vector<const BatchEntry*>& entries) {
   std::vector<Run> runs;
@@ -100,7 +100,7 @@ std::vector<Run> Packed(const std::vector<const BatchEntry*>& entries, std::byte
     if (runs.empty() || !(runs.back().spec == entry->reduce)) {
       runs.push_back({to, to, 0, entry->reduce, kNcclSum});
     }
-    runs.back().bytes += padded;  // reducing the padding, too, does no harm
+    runs.back().bytes += padded;  // reducing the padding is harmless
     to += padded;
   }
   return runs;
@@ -216,7 +216,7 @@ bool NcclSupports(Collective kind, const ReduceSpec& spec, int ranks) {
   if (!NcclSupportsType(spec.dtype) || spec.op == ReduceOp::kAdasum) return false;
   const bool floating = IsFloating(spec.dtype);
   if (spec.op == ReduceOp::kAverage && !floating) return false;
-  if (spec.weights != nullptr) {  // the factors of 16 bits would be rounded; 0 times NaN is NaN
+  if (spec.weights != nullptr) {  // 16-bit factors would be rounded; 0 times NaN is NaN
     const std::vector<double>& weights = *spec.weights;
     return ElementSize(spec.dtype) > 2 && std::count(weights.begin(), weights.end(), 0.0) == 0;
   }

@@ -13,10 +13,9 @@
 
 namespace hororing {
 
-// Whether NCCL gives the result of this entry that the host would give, among `ranks`. It does not
-// for 16-bit integers, averages of integers (NCCL's sums of them overflow), Adasum, factors of
-// integers, factors that NCCL would round to 16 bits, and factors of Min, Max and Product, which it
-// does not have.
+// Whether NCCL gives the same result for this entry as the host, among `ranks`. It does not for
+// 16-bit integers, averages of integers (NCCL's sums overflow), Adasum, factors of integers,
+// factors that NCCL would round to 16 bits, and factors of Min, Max and Product, which NCCL lacks.
 bool NcclSupports(Collective kind, const ReduceSpec& spec, int ranks);
 
 // Whether the fusion buffer helps; the same on all ranks. REQUIRES: NcclSupports, for all entries.

@@ -14,7 +14,7 @@ class Watched<Result(Parameters...)> {
  public:
   using Pointer = Result (*)(Parameters...);
 
-  // `name`, and whose it is, are literals.
+  // `name` and its library are literals.
   Watched(const char* name, const char* library) : name_{name, library} {}
   Result operator()(Parameters... arguments) const {
     const CallWatch::Call call(CallWatch::Current(), name_);

@@ -57,7 +57,7 @@ void Membership::ThreadMain() {
              "the store of the job has ended, or it has declared this process lost"));
 }
 
-// False: the connection is no more. A store that does not read has no need of another beat.
+// False if the connection has ended. A store that does not read needs no further beat.
 bool Membership::Beat() {
   const char beat = 1;
   return send(socket_, &beat, 1, MSG_DONTWAIT | MSG_NOSIGNAL) == 1 || Again();

@@ -1,7 +1,7 @@
-// Membership: how the store of an elastic job knows that this process lives, and how this process
-// learns at once that its generation is over. It has one connection, which Python has opened and
-// authenticated, and one thread of its own, so that a process that computes does not count as dead:
-// the thread needs neither the interpreter nor the loop.
+// Membership: tells the store of an elastic job that this process lives, and learns at once when
+// its generation is over. It has one connection, which Python has opened and authenticated, and its
+// own thread, which needs neither the interpreter nor the loop, so that a computing process does
+// not count as dead.
 //
 //   process -> store   one byte, every interval
 //   store -> process   frames of fixed size; what is true already comes again after the first byte
@@ -23,7 +23,7 @@ namespace hororing {
 
 class Membership {
  public:
-  // On the thread of the membership: generations up to this one are over. Must not block.
+  // Called on the membership's thread: generations up to this one are over. Must not block.
   using Ended = std::function<void(int64_t generation, const Status& why)>;
 
   // `socket` is borrowed, and connected until the destructor returns.

@@ -1,5 +1,5 @@
-// DLPack's table of functions, version 1, through which tensors of a framework that has it are
-// inspected without knowing the framework. https://dmlc.github.io/dlpack/latest/c_api.html
+// DLPack's table of functions, version 1, with which tensors are inspected without knowing their
+// framework. https://dmlc.github.io/dlpack/latest/c_api.html
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct Exchange {
   void* allocate;
   void* own;
   void* wrap;
-  // Looks at a Python object: 0, or -1 with an exception. What `tensor` points to is the object's.
+  // Describes a Python object: 0, or -1 with an exception. `tensor` points to memory of the object.
   int (*look)(void* object, Tensor* tensor);  // may be null
   void* stream;
 };

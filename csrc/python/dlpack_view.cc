@@ -21,7 +21,7 @@ struct ArrayInterface {
 // In C order, aligned, in this machine's byte order, and writeable.
 constexpr int kArrayFlags = 0x1 | 0x100 | 0x200 | 0x400;
 
-// False: the core has no such type.
+// False if the core has no such type.
 bool DataTypeOf(uint8_t kind, int bits, int32_t* dtype) {
   struct Known {
     uint8_t kind, bits;

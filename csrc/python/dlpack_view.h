@@ -1,7 +1,7 @@
 // Inspects a framework's tensor in a few nanoseconds, in every call of a verb.
 //
-// A plain tensor has one of the framework's own types, is dense, is in host memory, and its memory
-// holds its values as they are. hororing/verbs handles all other tensors. Under the GIL.
+// A plain tensor has one of the framework's own types, is dense, is in host memory, and stores its
+// values directly. hororing/verbs handles all other tensors. Under the GIL.
 #pragma once
 
 #include <Python.h>
@@ -32,7 +32,7 @@ class Reference {  // to a Python object; counted
   PyObject* object_ = nullptr;
 };
 
-// Takes over what a function of Python's has returned; null stays null.
+// Takes ownership of the result of a Python function; null stays null.
 inline Reference Owned(PyObject* object) {
   Reference owned(object);
   Py_XDECREF(object);
@@ -41,13 +41,13 @@ inline Reference Owned(PyObject* object) {
 
 class Plain {
  public:
-  // Shapes that no tensor holds, while a request needs them.
+  // Shapes that no tensor owns, for as long as a request needs them.
   using Shapes = std::list<std::vector<int64_t>>;
 
   // `types`: a tuple. `exchange`: a capsule with DLPack's table, or None. `refusals`: a tuple of
-  // functions of a tensor, which is plain where all of them say no. `describe`: for where there is
-  // no table, a function of a tensor to None, or address, hr_dtype and shape; or the name of the
-  // attribute that has NumPy's array interface. False: an exception is set.
+  // predicates; a tensor is plain if all of them are false. `describe`, used without a table: a
+  // function from a tensor to None, or to address, hr_dtype and shape; or the name of the attribute
+  // with NumPy's array interface. False: an exception is set.
   bool Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObject* describe);
 
   // 1: `view` describes the tensor's memory, valid while the tensor is not resized; 0: it is not

@@ -17,7 +17,7 @@
 namespace hororing {
 namespace {
 
-// The gradients of one optimizer that have come and are not sent. Its reducer derives from it.
+// The gradients of one optimizer that are computed and not sent. Its reducer derives from it.
 struct Queue {
   PyObject_HEAD PyObject* queued;  // list of Gradient
   long long bytes_left;            // in the batch; at 0 it is sent
@@ -39,9 +39,9 @@ struct Gradient {
   PyObject* keep;                   // the tensor that the request reduces now; else None
   unsigned long long address;       // of the hr_request, which the owner keeps; 0: none
   long long handle;                 // of what is in flight; 0: nothing is
-  long long weight;                 // what it takes of Queue::bytes_left
+  long long weight;                 // its share of Queue::bytes_left
   int state;
-  char simple;  // the request takes the tensor as it is, if it is plain: in host memory
+  char simple;  // the request takes the tensor unchanged, if it is plain: in host memory
 };
 
 PyTypeObject *queue_type, *gradient_type;  // of the process, as its engine is
@@ -56,7 +56,7 @@ void Replace(PyObject** place, PyObject* object) {  // takes the reference
   Py_XDECREF(old);
 }
 
-// Takes note of an accumulated gradient. What happens rarely is a method of the gradient's.
+// Notes an accumulated gradient. Rare cases are methods of the gradient.
 PyObject* OnGradient(PyObject* object, PyObject* param) {
   auto* const self = reinterpret_cast<Gradient*>(object);
   if (self->reducer == nullptr || PyObject_TypeCheck(self->reducer, queue_type) == 0) {
@@ -89,14 +89,14 @@ PyObject* OnGradient(PyObject* object, PyObject* param) {
   return PyObject_CallMethodObjArgs(self->reducer, send_queued_name, nullptr);
 }
 
-// Gradients on their way into the core, each with its tensor.
+// Gradients that are being submitted, each with its tensor.
 struct Batch {
   std::vector<Reference> gradients, tensors;
   std::vector<hr_request*> requests;
   std::vector<uintptr_t> addresses;
 };
 
-// Whether it is what was prepared, and lies where the core can take it.
+// Whether the tensor is as prepared, and in memory that the core can use.
 bool IsAsPrepared(const hr_tensor& prepared, const hr_tensor& grad) {
   if (prepared.dtype != grad.dtype || prepared.ndim != grad.ndim) return false;
   for (int32_t i = 0; i < grad.ndim; ++i) {
@@ -105,7 +105,7 @@ bool IsAsPrepared(const hr_tensor& prepared, const hr_tensor& grad) {
   return true;
 }
 
-// Puts a queued gradient into the batch, or calls the method that sends it alone. 0, or -1.
+// Adds a queued gradient to the batch, or calls the method that sends it alone. 0, or -1.
 int Take(const Plain& plain, PyObject* object, PyObject* failures, Batch* batch) {
   auto* const gradient = reinterpret_cast<Gradient*>(object);
   if (IsNone(gradient->param)) {
@@ -137,7 +137,7 @@ int Take(const Plain& plain, PyObject* object, PyObject* failures, Batch* batch)
   return sent == nullptr ? -1 : 0;
 }
 
-// Notes what the core has taken.
+// Notes which gradients the core has accepted.
 int Started(const Batch& batch, size_t begin, const std::vector<int64_t>& handles, size_t count,
             PyObject* in_flight) {
   for (size_t i = begin; i < begin + count; ++i) {
@@ -247,7 +247,7 @@ PyObject* FinishGradients(PyObject*, PyObject* const* arguments, Py_ssize_t coun
   return others;
 }
 
-// Memory: what such an object refers to, and that it is a part of cycles.
+// Garbage collection: the references of such an object, which may form cycles.
 
 auto Parts(Queue* self) { return std::array{&self->queued}; }
 auto Parts(Gradient* self) { return std::array{&self->reducer, &self->param, &self->keep}; }

@@ -1,5 +1,5 @@
-// The path of gradients through an optimizer's hooks, as far as it is the same for all of them.
-// hororing/torch/gradient.py and reducer.py own it and do the rest.
+// The common path of gradients through an optimizer's hooks. hororing/torch/gradient.py and
+// reducer.py own these objects and handle all other cases.
 #pragma once
 
 #include <Python.h>

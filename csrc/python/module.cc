@@ -1,9 +1,9 @@
-// hororing._tensors: what happens for every tensor of every call: looking at it, submitting it and
-// waiting for it. The C interface does the rest; whatever is unusual is left to hororing/verbs and
-// collectives.py.
+// hororing._tensors: the work for every tensor of every call: inspecting it, submitting it and
+// waiting for it. The C interface does the rest; hororing/verbs and collectives.py handle unusual
+// cases.
 //
-// CPython's limited API, so that one binary serves all versions, and no header of a framework. All
-// of it runs under the GIL but for what waits.
+// Uses CPython's limited API, so that one binary serves all versions, and no header of a framework.
+// Everything runs under the GIL, except for waits.
 #include <Python.h>
 
 #include "capi/hororing.h"
@@ -54,7 +54,7 @@ void Delete(PyObject* self) {
   Py_DECREF(type);
 }
 
-// 1: `request` is what the arguments say; 0: they need a closer look; -1: an exception is set.
+// 1: `request` has the arguments; 0: Python must check them; -1: an exception is set.
 int Parse(PyObject* const* arguments, hr_request* request) {
   *request = {};
   request->collective = HR_ALLREDUCE;

@@ -9,11 +9,11 @@
 
 namespace hororing {
 
-// The Plain of an object of type PlainTensors; null for other objects.
+// The C++ object of a PlainTensors object; null for other objects.
 const Plain* AsPlain(PyObject* object);
 
-// Python calls this in place of `function`, since C++ must not throw into Python. Mostly it catches
-// std::bad_alloc.
+// Python calls this instead of `function`, because C++ must not throw into Python. It usually
+// catches std::bad_alloc.
 template <auto function>
 struct Catching;
 template <typename... Given, PyObject* (*function)(Given...)>

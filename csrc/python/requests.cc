@@ -8,9 +8,9 @@ static_assert(sizeof(long) == sizeof(int64_t), "handles are made of long");
 
 namespace {
 
-constexpr double kWaitSlice = 0.2;  // seconds between two looks at Python's signals
+constexpr double kWaitSlice = 0.2;  // seconds between two checks for Python's signals
 
-// Forgets abandoned requests that have landed.
+// Forgets abandoned requests that are complete.
 void Sweep(const Table& table) {
   if (PyDict_Size(table.abandoned.get()) == 0) return;
   PyObject* const swept = PyObject_CallFunctionObjArgs(table.sweep.get(), nullptr);
@@ -18,7 +18,7 @@ void Sweep(const Table& table) {
   Py_XDECREF(swept);
 }
 
-// Waits, and has the core forget a request that has succeeded. HR_PENDING: an exception is set.
+// Waits, and makes the core forget a successful request. HR_PENDING: an exception is set.
 int Wait(int64_t handle) {
   int code = hr_wait_many(&handle, 1, 0.0);
   while (code == HR_PENDING) {
@@ -36,7 +36,7 @@ int ParseName(PyObject* name, hr_request* request) {
   if (!PyUnicode_Check(name)) return 0;
   Py_ssize_t length = 0;
   request->name = PyUnicode_AsUTF8AndSize(name, &length);
-  if (request->name == nullptr) PyErr_Clear();  // no text; verbs know what to do
+  if (request->name == nullptr) PyErr_Clear();  // not a text; the verbs handle it
   return request->name != nullptr && std::strlen(request->name) == static_cast<size_t>(length) ? 1
                                                                                                : 0;
 }
@@ -64,7 +64,7 @@ PyObject* Submit(const Table& table, const hr_request& request, PyObject* keep) 
   PyObject* const number = PyLong_FromLong(handle);
   if (handle <= 0) return number;
   if (number == nullptr || PyDict_SetItem(table.pending.get(), number, keep) != 0) {
-    Py_INCREF(keep);  // for ever: the core may be writing there
+    Py_INCREF(keep);  // forever: the core may be writing there
     Py_XDECREF(number);
     return nullptr;
   }
@@ -76,10 +76,10 @@ PyObject* Finish(const Table& table, PyObject* handle) {
   const Reference found(PyDict_GetItemWithError(table.pending.get(), handle));
   if (found.get() == nullptr ||
       reinterpret_cast<PyObject*>(Py_TYPE(found.get())) == table.general.get()) {
-    PyErr_Clear();  // it is nothing that a dict could hold
+    PyErr_Clear();  // it is not hashable
     Py_RETURN_NONE;
   }
-  const long number = PyLong_AsLong(handle);  // 64 bits, and quicker than long long
+  const long number = PyLong_AsLong(handle);  // 64 bits, and faster than long long
   if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
   const int code = Wait(number);
   if (code == HR_PENDING) return nullptr;

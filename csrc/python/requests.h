@@ -1,5 +1,5 @@
-// Requests of plain tensors, from submission to result, as hororing/collectives.py keeps them.
-// Under the GIL, which only waiting releases.
+// Requests of plain tensors, from submission to result, in the tables of hororing/collectives.py.
+// Under the GIL, which is released only for waiting.
 #pragma once
 
 #include <Python.h>
@@ -13,22 +13,22 @@ namespace hororing {
 
 struct Table {
   Reference pending;    // dict: handle -> the result, which owns the memory, or a `general`
-  Reference general;    // the type of entries that have to be finished in another way
-  Reference abandoned;  // dict; to be swept when something is in it
+  Reference general;    // the type of entries that Python code must finish
+  Reference abandoned;  // dict; to be swept unless it is empty
   Reference sweep;      // function without arguments
 };
 
-// Fast parsing of a reduction's arguments. 1: they are in `request`; 0: Python has to check them.
+// Fast parsing of a reduction's arguments. 1: they are in `request`; 0: Python must check them.
 int ParseName(PyObject* name, hr_request* request);
 int ParseReduction(PyObject* op, PyObject* prescale, PyObject* postscale, hr_request* request);
 
-// Returns a handle; `keep` then owns the memory that the core uses until the request is finished.
-// Or the core's code, negated; or `keep`, if the caller waits and the request is finished already.
+// Returns a handle, and `keep` owns the memory that the core uses until the request is finished; or
+// the core's code, negated; or `keep`, if the caller waits and the request is already finished.
 // Null: an exception is set, and `keep` is never freed.
 PyObject* Submit(const Table& table, const hr_request& request, PyObject* keep);
 
 // Waits for a handle, forgets it, and returns the `keep` of Submit. None: the handle is unknown,
-// has failed or must be finished in another way, and was not forgotten.
+// has failed or must be finished by Python code, and was not forgotten.
 PyObject* Finish(const Table& table, PyObject* handle);
 
 }  // namespace hororing

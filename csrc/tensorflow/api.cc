@@ -8,12 +8,12 @@ Api api;
 
 namespace {
 
-// Where TensorFlow 2 keeps its C interface, since 2.16 at least.
+// The library with TensorFlow's C interface, at least since 2.16.
 constexpr char kLibrary[] = "libtensorflow_framework.so.2";
 
 // ThreadPoolDevice::ComputeAsync(AsyncOpKernel*, OpKernelContext*, std::function<void()>), of
-// libstdc++, as here. Asynchronous kernels get a pointer to that parameter, which is gone when they
-// return: they have to move it away, for which its type must be this one.
+// libstdc++, as here. Asynchronous kernels get a pointer to that parameter, which is destroyed when
+// they return. They must move it, so its type must be this one.
 constexpr char kProofOfType[] =
     "_ZN10tensorflow16ThreadPoolDevice12ComputeAsyncEPNS_13AsyncOpKernelEPNS_15OpKernelContextE"
     "St8functionIFvvEE";

@@ -46,7 +46,7 @@ enum class TfType : int {
   kHalf = 19,
 };
 
-// The functions, by their names without the prefix TF_.
+// The functions, named without the prefix TF_.
 struct Api {
   TF_Status* (*NewStatus)();
   void (*DeleteStatus)(TF_Status*);
@@ -79,7 +79,7 @@ struct Api {
                                         void* (*create)(TF_OpKernelConstruction*),
                                         void (*compute)(void* kernel, TF_OpKernelContext*),
                                         void (*destroy)(void* kernel));
-  // Null unless `done` is known to point to a std::function<void()>, of the caller's.
+  // Null unless `done` is known to point to a std::function<void()> of the caller.
   TF_KernelBuilder* (*NewAsyncKernelBuilder)(const char* op, const char* device,
                                              void* (*create)(TF_OpKernelConstruction*),
                                              void (*compute)(void* kernel, TF_OpKernelContext*,
@@ -102,13 +102,13 @@ struct Api {
   void (*OpKernelContext_Failure)(TF_OpKernelContext*, TF_Status*);
 };
 
-// Looks the functions up; false, with the reason, where one is missing. Once, while the plug-in is
-// loaded; `api` may be used afterwards, from any thread.
+// Looks up the functions; false, with the reason, if one is missing. Called once, while the plug-in
+// is loaded; `api` may be used afterwards, from any thread.
 bool LoadApi(std::string* problem);
 
 extern Api api;
 
-// Owns a TF_Status for the length of a call.
+// Owns a TF_Status for the duration of a call.
 class TfStatus {
  public:
   TfStatus() : status_(api.NewStatus()) {}

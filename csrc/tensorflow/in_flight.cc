@@ -24,7 +24,7 @@ Table& table() {
   return only;
 }
 
-// REQUIRES: the table's mutex. The caller destroys what it gets outside of the lock.
+// REQUIRES: the table's mutex. The caller destroys the result without the lock.
 InFlight Forget(std::map<int64_t, InFlight>::iterator found) {
   const int64_t handle = found->first;
   InFlight request = std::move(found->second);
@@ -95,7 +95,7 @@ void FinishAbandoned(const std::string& key) {
 }
 
 Tensor NewHandle() {
-  // Aligned for any vector unit: TensorFlow copies what is not, and frees it at once.
+  // Aligned for any vector unit: TensorFlow copies other memory, and frees it at once.
   constexpr size_t kAlign = 64;
   void* const data = std::aligned_alloc(kAlign, kAlign);
   if (data == nullptr) return nullptr;

@@ -26,12 +26,12 @@ using Tensor = std::unique_ptr<TF_Tensor, DeleteTensor>;  // a reference, not th
 
 struct InFlight {
   int64_t collective;           // hr_collective
-  std::string key;              // process set and name: one request of them at a time
-  std::vector<Tensor> inputs;   // null where the output took the memory over
-  std::vector<Tensor> outputs;  // none where the core allocates results
+  std::string key;              // process set and name, unique among requests in flight
+  std::vector<Tensor> inputs;   // null if an output took over the memory
+  std::vector<Tensor> outputs;  // none if the core allocates the results
 };
 
-// Takes over what `handle` uses.
+// Takes ownership of the tensors that `handle` uses.
 void Keep(int64_t handle, InFlight request);
 
 // Blocks until `handle` is complete, and forgets it. 0 or an hr_code; hr_last_error() tells why on

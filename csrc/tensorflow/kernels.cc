@@ -34,7 +34,7 @@ TfCode CodeFor(int code) {
   }
 }
 
-// Static shapes are the Python side's business, which knows them.
+// The Python side sets static shapes, because it knows them.
 void LeaveShapesUnknown(TF_ShapeInferenceContext* context, TF_Status* status) {
   api.ShapeInferenceContextSetUnknownShape(context, status);
 }

@@ -33,7 +33,7 @@ struct Operation {
   void* (*create)(TF_OpKernelConstruction*);
   void (*compute)(void* kernel, TF_OpKernelContext*);
   void (*destroy)(void* kernel);
-  // Instead of `compute`, where TensorFlow has asynchronous kernels. May be null.
+  // Used instead of `compute` if TensorFlow has asynchronous kernels. May be null.
   void (*compute_async)(void* kernel, TF_OpKernelContext*, TF_AsyncOpKernelDoneCallback*);
 };
 void Register(const Operation& operation, TfStatus* status);
@@ -43,7 +43,7 @@ struct Failure {
   TfCode code;
   std::string text;
 };
-// Translates the core's last failure on this thread, `code`, for TensorFlow.
+// Translates the core's last failure on this thread, which has `code`, for TensorFlow.
 Failure CoreFailure(int code);
 void Fail(TF_OpKernelContext* context, const Failure& failure);
 

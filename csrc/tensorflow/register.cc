@@ -17,18 +17,18 @@ std::string RegisterAll() {
   return "";
 }
 
-// TensorFlow collects what is registered while it loads a library, so this is a static object.
+// TensorFlow collects what a library registers while it is loaded, so this is a static object.
 const std::string problem = RegisterAll();
 
 }  // namespace
 }  // namespace hororing::tensorflow
 
-// Why there are no operations; "" when they are there.
+// Why there are no operations; "" if they are registered.
 extern "C" __attribute__((visibility("default"))) const char* hororing_tensorflow_problem() {
   return hororing::tensorflow::problem.c_str();
 }
 
-// Whether an operation that waits blocks a thread of TensorFlow's.
+// Whether a waiting operation blocks a thread of TensorFlow.
 extern "C" __attribute__((visibility("default"))) int hororing_tensorflow_blocks() {
   return hororing::tensorflow::api.NewAsyncKernelBuilder == nullptr;
 }

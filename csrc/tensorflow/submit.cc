@@ -11,8 +11,8 @@ namespace hororing::tensorflow {
 namespace {
 
 // Inputs: a token, then these, then the tensors. Factors are prescale, postscale and, of a
-// weighted average, this rank's weight. Name and factors are inputs because
-// TensorFlow keeps a kernel for every combination of attributes that eager calls have.
+// weighted average, this rank's weight. Name and factors are inputs because TensorFlow keeps one
+// kernel for every combination of attributes in eager calls.
 constexpr int kName = 1;
 constexpr int kFactors = 2;
 constexpr int kSplits = 3;
@@ -61,7 +61,7 @@ void* Create(TF_OpKernelConstruction* construction) {
   return nullptr;
 }
 
-// hr_dtype; -1 for what the core does not know.
+// The hr_dtype; -1 for types that the core lacks.
 int32_t DtypeOf(TfType type) {
   switch (type) {
     case TfType::kUint8: return HR_UINT8;
@@ -102,7 +102,7 @@ class Execution {
     for (int i = 0; i < count && status_.ok(); ++i) AddTensor(i);
     const Tensor factors = status_.ok() ? Input(kFactors) : nullptr;
     const Tensor splits = status_.ok() ? Input(kSplits) : nullptr;
-    // Made first: nothing may fail once the core has the request.
+    // Made first, because nothing may fail once the core has the request.
     const Tensor handle = status_.ok() ? NewHandle() : nullptr;
     if (status_.ok()) {
       api.SetOutput(context_, submit_.preallocates() ? count : 0, handle.get(), status_.get());
@@ -170,8 +170,8 @@ class Execution {
                                      size * static_cast<size_t>(shape[0]), status_.get()));
   }
 
-  // If the input is not needed any more, its memory becomes the result's; TensorFlow decides that
-  // by the number of references, ours included. *input is null then.
+  // If the input is no longer needed, the result reuses its memory. TensorFlow decides that by the
+  // number of references, including ours. *input is then null.
   Tensor TakeOverOrAllocate(int i, const std::vector<int64_t>& shape, Tensor* input) {
     const int candidate = kFirstTensor + i;
     int forwarded = -1;
@@ -201,7 +201,7 @@ class Execution {
     request.tensors_count = static_cast<int32_t>(views_.size());
     request.tensors = views_.data();
     if (submit_.has_splits != 0) {
-      // Never NULL, which has a meaning: an empty list has too few.
+      // Never NULL, which has another meaning. An empty list is an error.
       static const int64_t kNone = 0;
       request.integers_count = static_cast<int32_t>(api.Dim(splits.get(), 0));
       request.integers = request.integers_count == 0

@@ -1,6 +1,6 @@
-// HororingWait: waits for what was submitted, and hands the results out. It blocks no thread of
-// TensorFlow's: ranks run operations in different orders, and what one thread is blocked for may
-// need what another rank has no thread left to submit. A thread of our own calls TensorFlow back.
+// HororingWait: waits for submitted requests, and returns their results. It blocks no thread of
+// TensorFlow: ranks run operations in different orders, and a blocked thread may wait for a request
+// that another rank has no free thread to submit. A thread of ours calls TensorFlow back.
 #include <pthread.h>
 
 #include <condition_variable>
@@ -37,8 +37,8 @@ class Execution {
     pending_ = handles_;
   }
 
-  // Whether Run would not block. The core reports at once what it is asked for here, and
-  // hr_next_completion tells of it.
+  // Whether Run would not block. The core reports the polled requests at once, and
+  // hr_next_completion returns when one completes.
   bool Complete() {
     while (!pending_.empty() && hr_poll(pending_.back()) != 0) pending_.pop_back();
     return pending_.empty();
@@ -48,7 +48,7 @@ class Execution {
   void WaitForLast(double timeout_s) const { hr_wait(pending_.back(), timeout_s); }
 
   void Run() {
-    // All of them, also when one fails: none may be in flight in the next step.
+    // Wait for all of them even if one fails: none may be in flight in the next step.
     for (const int64_t handle : handles_) {
       const int code = Finish(handle, [&](const InFlight& request) { HandOut(handle, request); });
       if (code != HR_OK && !failure_) failure_ = CoreFailure(code);
@@ -162,14 +162,14 @@ void ComputeAsync(void*, TF_OpKernelContext* context, TF_AsyncOpKernelDoneCallba
   // kProofOfType in api.cc establishes the type. The callback is gone when this function returns.
   auto execution = std::make_unique<Execution>(
       context, std::move(*reinterpret_cast<std::function<void()>*>(callback)));
-  // A step's only wait is mostly short, and handing it to another thread takes longer than that.
+  // A step's only wait is usually short, and handing it to another thread takes longer.
   constexpr double kShort = 0.0005;  // seconds
   std::unique_lock<std::mutex> lock(waiting().mutex);
   const bool alone = waiting().executions.empty();
   lock.unlock();
   if (!execution->Complete() && alone) execution->WaitForLast(kShort);
   lock.lock();
-  // Under the lock, or Watch might look between this and the next line, and not again.
+  // Under the lock, or Watch might check between this and the next line, and not again.
   if (execution->Complete()) {
     lock.unlock();
     return execution->Run();

@@ -51,7 +51,7 @@ size_t Utf8Length(const std::string& text, size_t at) {
   return length;
 }
 
-// `text` as a JSON string (RFC 8259); what is not UTF-8 becomes U+FFFD.
+// `text` as a JSON string (RFC 8259); invalid UTF-8 becomes U+FFFD.
 std::string Quoted(const std::string& text) {
   std::string out = "\"";
   for (size_t i = 0; i < text.size();) {
@@ -174,7 +174,7 @@ Status TraceWriter::Open(const std::string& path, const std::vector<std::string>
   return status;
 }
 
-// False, and nothing added, when the span would cross one of the row.
+// Adds nothing and returns false if the span would cross one of the row.
 bool TraceWriter::Row::Add(TimeNs begin_ns, TimeNs end_ns) {
   // Spans arrive ordered by their end (see Append), so an earlier one lies inside this one,
   // before it, or across its begin.
@@ -266,8 +266,8 @@ Status TraceWriter::Write(const std::string& records) {
   return Flush(&block);
 }
 
-// Writes `block` behind the last record. In the ring the rest of its last page goes, too, where
-// half a record may stand.
+// Writes `block` after the last record. In the ring it also clears the rest of the last page, which
+// may contain half a record.
 Status TraceWriter::Flush(std::string* block) {
   const int64_t needed = tail_ + static_cast<int64_t>(block->size());
   if (needed > end_) {
@@ -281,7 +281,7 @@ Status TraceWriter::Flush(std::string* block) {
   return Status::Ok();
 }
 
-// The next record goes to the ring's begin, behind one that tells readers of it.
+// The next record goes to the beginning of the ring, after one that tells readers about it.
 Status TraceWriter::Wrap(std::string* block) {
   HORORING_RETURN_IF_ERROR(Flush(block));
   if (end_ < ring_end_) HORORING_RETURN_IF_ERROR(MoveEnd(ring_end_));
@@ -295,7 +295,7 @@ Status TraceWriter::Wrap(std::string* block) {
   return Status::Ok();
 }
 
-// White space behind the end does no harm, so only the brackets must change at once.
+// White space after the end is harmless, so only the brackets must change at once.
 Status TraceWriter::MoveEnd(int64_t end) {
   const int64_t old_end = end_;
   const int64_t from = old_end + kTailBytes;
@@ -314,7 +314,7 @@ Status TraceWriter::WriteAt(const std::string& bytes, int64_t at) {
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) {
       const std::string reason = n < 0 ? std::strerror(errno) : "no space";
-      // The bracket right behind the last record; if even that fails, the file stays as it is.
+      // Puts the bracket right after the last record; if even that fails, the file stays unchanged.
       if (tail_ > 0 && ftruncate(fd_, static_cast<off_t>(tail_)) == 0) {
         const ssize_t restored = pwrite(fd_, kTail, kTailBytes, static_cast<off_t>(tail_));
         static_cast<void>(restored);

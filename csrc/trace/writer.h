@@ -49,7 +49,7 @@ class TraceWriter {
   Status Open(const std::string& path, const std::vector<std::string>& hosts,
               int64_t max_bytes = 0);
   bool is_open() const { return fd_ >= 0; }
-  // Whether later records have overwritten some.
+  // Whether later records have overwritten earlier ones.
   bool wrapped() const { return wrapped_; }
 
   // `clock_offset_ns` is added to every time stamp: the difference between rank 0's clock and

@@ -1,6 +1,6 @@
-"""What the callbacks of ``model.fit`` do for an elastic state, for Keras 3 and for tf_keras.
+"""The callbacks of ``model.fit`` for an elastic state, for Keras 3 and for tf_keras.
 
-Classes to be put before a callback of either, as those of hororing.fit_callbacks.
+Mixins for a callback of either, like those of hororing.fit_callbacks.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from typing import Any
 
 
 class CommitState:
-    """Commits the state after every so many batches, and after every epoch.
+    """Commits the state after every `batches_per_commit` batches, and after every epoch.
 
-    Where each step is a transaction, it calls `check_host_updates` after the other batches: then a
-    failure costs the batch in flight only, however seldom the state is committed.
+    If each step is a transaction, it calls `check_host_updates` after the other batches. Then a
+    failure costs only the batch in flight, however rarely the state is committed.
 
-    That is done when the next batch, the validation or the next epoch begins, and at the end: the
-    other callbacks have noted then what they have to, wherever they stand in the list.
+    It acts when the next batch, the validation or the next epoch begins, and at the end. By then
+    the other callbacks have recorded their values, wherever they are in the list.
 
     Parameters
     ----------
     state : an elastic state of the model.
     batches_per_commit : a commit copies the model, which takes time; a failure costs the batches
-        since the last one. Changes of hosts are looked for after every commit.
+        since the last one. Every commit checks for changes of hosts.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -29,7 +29,7 @@ class CommitState:
         self.state = state
         self.batches_per_commit = batches_per_commit
         self._batches = 0  # since the last commit
-        self._ended = False  # a batch, since the last look
+        self._ended = False  # a batch has ended since the last check
         self._due = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -43,11 +43,11 @@ class CommitState:
         self._due = self._batches >= self.batches_per_commit
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Note that it is time."""
+        """Note that a commit is due."""
         self._due = True
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Commit, if it is time."""
+        """Commit, if due."""
         ended, self._ended = self._ended, False
         if self._due:
             self._batches, self._due = 0, False
@@ -56,27 +56,27 @@ class CommitState:
             self.state.check_host_updates()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Commit, if it is time."""
+        """Commit, if due."""
         self.on_train_batch_begin(0)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Commit, if it is time."""
+        """Commit, if due."""
         self.on_train_batch_begin(0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Commit, if it is time."""
+        """Commit, if due."""
         self.on_train_batch_begin(0)
 
 
 class UpdateBatchState:
     """Counts the batches of an epoch in ``state.batch``, and ends a resumed epoch earlier.
 
-    An epoch that was interrupted after `state.batch` batches has so many fewer when it is resumed,
-    if Keras knows how many it has. Which samples come is up to the data.
+    An epoch that was interrupted after `state.batch` batches is shorter by that many when it is
+    resumed, if Keras knows its length. Which samples it gets is up to the data.
 
     Parameters
     ----------
-    state : an elastic state with a `batch`, 0 in the beginning.
+    state : an elastic state with a `batch`, initially 0.
     """
 
     model: Any  # Keras sets these two
@@ -85,7 +85,7 @@ class UpdateBatchState:
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
-        self._before = 0  # batches of this epoch that were done before it was resumed
+        self._before = 0  # batches of this epoch before it was resumed
         self._ended = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -98,23 +98,23 @@ class UpdateBatchState:
         steps = (self.params or {}).get("steps")
         if self._before and steps and self.state.batch >= steps:
             self._ended = not self.model.stop_training
-            self.model.stop_training = True  # Keras leaves the epoch then, and looks again after it
+            self.model.stop_training = True  # Keras ends the epoch, and checks it again afterwards
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Begin to count anew, and let training go on after an epoch that was ended."""
+        """Restart the count, and let training continue after an ended epoch."""
         self.state.batch = 0
         if self._ended:
             self._ended = self.model.stop_training = False
 
 
 class UpdateEpochState:
-    """Notes the epoch in ``state.epoch``: the one to begin with, when training is resumed.
+    """Notes the epoch in ``state.epoch``: the initial epoch of a resumed training.
 
     >>> model.fit(x, y, initial_epoch=state.epoch)
 
     Parameters
     ----------
-    state : an elastic state with an `epoch`, 0 in the beginning.
+    state : an elastic state with an `epoch`, initially 0.
     """
 
     def __init__(self, state: Any) -> None:

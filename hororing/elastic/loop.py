@@ -1,4 +1,4 @@
-"""The loop of elastic training: train; after a change of members begin again from the state."""
+"""The loop of elastic training: train; after a change of members, continue from the state."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from hororing import job, membership, names, runtime
-from hororing.elastic.state import DealAnew
+from hororing.elastic.state import RedistributeSamples
 from hororing.errors import HororingInternalError, HostsUpdatedInterrupt
 
 Train = Callable[..., Any]
-# What the exceptions of a framework are here; None for those that have nothing to do with ranks.
+# Converts a framework's exception to ours; None if it has nothing to do with ranks.
 AsOurs = Callable[[Exception], Exception | None]
 
 _NOT_ELASTIC: Final = (
@@ -21,7 +21,7 @@ _NOT_ELASTIC: Final = (
 
 
 def run(func: Train) -> Train:
-    """Make a training function go on when ranks die, leave or come.
+    """Make a training function continue when ranks die, leave or come.
 
     >>> @hvd.elastic.run
     ... def train(state):
@@ -30,25 +30,25 @@ def run(func: Train) -> Train:
     ...         state.commit()
     >>> train(state)
 
-    `func` takes a `State` first. Before it is called all ranks get the state of rank 0. When a rank
-    is lost, the others go back to what they have saved last; when ranks come or go by announcement,
-    they keep what they have. Then they form the job anew, call the state's reset callbacks, send
-    the state if a rank needs it, and call `func` again, until it returns. Between `hvd.init()` and
-    here a script must not communicate: ranks that come later would be alone.
+    The first argument of `func` is a `State`. Before each call all ranks get the state of rank 0.
+    When a rank is lost, the others restore what they have saved last; when ranks come or go by
+    announcement, they keep their values. Then they form a new job, call the state's reset
+    callbacks, send the state if a rank needs it, and call `func` again, until it returns. Between
+    `hvd.init()` and this call a script must not communicate, because later ranks would do so alone.
 
     Raises
     ------
-    HororingInternalError : the job is not elastic (docs/elastic.md), or cannot be formed anew.
-    ValueError : whatever `func` raises is raised, and also errors of hororing that are ValueErrors,
-        such as MismatchError: going on would not help.
+    HororingInternalError : the job is not elastic (docs/elastic.md), or cannot be formed again.
+    ValueError : exceptions of `func` propagate, and so do errors of hororing that are ValueErrors,
+        such as MismatchError, because continuing would not help.
     """
     return run_fn(func, reset)
 
 
 def run_fn(func: Train, reset: Callable[[], None], as_ours: AsOurs = lambda error: error) -> Train:
-    """Do as `run`, with another function that forms the job anew.
+    """Do as `run`, with another function that forms the job again.
 
-    `as_ours` returns what an exception of a framework is here, if it comes from hororing.
+    `as_ours` converts an exception of a framework to ours, if it comes from hororing.
     """
 
     @functools.wraps(func)
@@ -61,7 +61,7 @@ def run_fn(func: Train, reset: Callable[[], None], as_ours: AsOurs = lambda erro
                 try:
                     if formed:
                         state.on_reset()
-                    state.save()  # what rank 0 has saved is what all get
+                    state.save()  # all ranks get what rank 0 has saved
                     if state._synchronize(needs_sync):
                         needs_sync = False
                     return _call(func, state, args, kwargs, optimizers)
@@ -82,7 +82,7 @@ def run_fn(func: Train, reset: Callable[[], None], as_ours: AsOurs = lambda erro
                 reset()
                 formed = True
                 if failed:
-                    state._settle()
+                    state._restore_mark()
         finally:
             state._end()
 
@@ -90,13 +90,13 @@ def run_fn(func: Train, reset: Callable[[], None], as_ours: AsOurs = lambda erro
 
 
 def _call(func: Train, state: Any, args: Any, kwargs: Any, optimizers: names.Counts) -> Any:
-    """Call the training function; again after steps that it has only kept account of."""
+    """Call the training function, and call it again after replayed steps."""
     while True:
-        # Ranks that come make as many optimizers from here on as those that begin again.
+        # New ranks make as many optimizers from here on as those that begin again.
         names.restart_optimizers(optimizers)
         try:
             return func(state, *args, **kwargs)
-        except DealAnew:
+        except RedistributeSamples:
             state.reset()
 
 
@@ -105,7 +105,7 @@ def _add(error: Exception, text: str) -> None:
 
 
 def reset() -> None:
-    """Form the job anew. Blocks until the ranks that are left, and new ones, have come."""
+    """Form the job again. Blocks until the remaining and the new ranks have come."""
     static, formed = job.process.process_sets, False
     while not formed:
         runtime.shutdown()
@@ -114,7 +114,7 @@ def reset() -> None:
             formed = True
         except HororingInternalError:
             if not job.is_initialized():
-                raise  # else a rank was lost again, while process sets were registered
+                raise  # otherwise another rank was lost while process sets were registered
 
 
 __all__ = ["reset", "run", "run_fn"]

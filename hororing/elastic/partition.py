@@ -1,4 +1,4 @@
-"""Which samples of a data set are left in an epoch, and which of them are for which rank."""
+"""The remaining samples of a data set in an epoch, and their distribution over ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 
 def samples_left(count: int, processed: int, seed: int | None) -> list[int]:
-    """Return the samples of an epoch that are not processed yet, in the order of this epoch.
+    """Return the unprocessed samples of an epoch, in the order of this epoch.
 
     The order does not depend on ranks: all of them have processed the first `processed` samples.
 
     Parameters
     ----------
-    count : samples of the data set.
-    seed : of the order, different for each epoch; None: ascending.
+    count : number of samples in the data set.
+    seed : of the order, different for each epoch; None: ascending order.
     """
     order = list(range(count))
     if seed is not None:
@@ -24,9 +24,9 @@ def samples_left(count: int, processed: int, seed: int | None) -> list[int]:
 
 
 def share_of(samples: Sequence[int], rank: int, size: int) -> list[int]:
-    """Return the samples for `rank`: the n-th of all ranks together are `size` in a row.
+    """Return the samples for `rank`: the n-th samples of all ranks are adjacent.
 
-    All ranks get equally many. Where that does not come out even, the first samples are dealt
+    All ranks get the same number. If the samples do not divide evenly, the first ones are used
     again, fewer than there are ranks.
     """
     padded = -(-len(samples) // size) * size

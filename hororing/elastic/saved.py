@@ -1,4 +1,4 @@
-"""The last commit in a file, for a job that starts anew: `State.save_to`."""
+"""The last commit in a file, for a job that restarts: `State.save_to`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FORMAT: Final = "hororing elastic state 1"
 
 
 def write(path: Path, commits: int, kept: Any) -> None:
-    """Put a commit into a file, which is the old one or the new one whatever happens. OSError."""
+    """Write a commit to a file, atomically. OSError."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with fresh.open("wb") as file:
@@ -25,9 +25,9 @@ def write(path: Path, commits: int, kept: Any) -> None:
 
 
 def read(path: Path) -> tuple[int, Any] | None:
-    """Return the number of commits and the state; None: there is no such file.
+    """Return the number of commits and the state; None: the file does not exist.
 
-    ValueError : it is no state, or cannot be read.
+    ValueError : it is not a state, or cannot be read.
     """
     try:
         with path.open("rb") as file:

@@ -1,9 +1,9 @@
-"""What elastic training keeps over a change of members: it can be saved, restored and sent.
+"""The state that elastic training keeps over a change of members: saved, restored and sent.
 
-Note [Which values count]. `save` keeps values in this process. `restore` goes back to them, after a
-failure, on all ranks that are left. Then `sync` gives every rank what rank 0 has, which is the rank
-with the most commits. Ranks that die during `sync` do no harm: what was saved is replaced when all
-of it has come.
+Note [Which values count]. `save` copies values in this process. After a failure, `restore` goes
+back to them on all remaining ranks. Then `sync` sends the values of rank 0, the rank with the most
+commits, to all. Ranks that die during `sync` are harmless: saved values are replaced only when
+everything has been received.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hororing.elastic import saved
 from hororing.elastic.steps import Steps
 from hororing.errors import HostsUpdatedInterrupt
 
-_REMOVED: Final = 1  # of `membership.updates`: some leave, and none comes
+_REMOVED: Final = 1  # of `membership.updates`: some leave, and none come
 
 
-class DealAnew(Exception):
-    """The training function is to begin again, with what is left of the samples. For `run`."""
+class RedistributeSamples(Exception):
+    """The training function must begin again with the remaining samples. For `run`."""
 
 
 class State:
-    """What a training function needs to go on. A base class: see `ObjectState`.
+    """What a training function needs to continue. A base class: see `ObjectState`.
 
     Parameters
     ----------
@@ -43,17 +43,17 @@ class State:
         self._bcast_object = bcast_object
         self._rank = get_rank
         self._announced: deque[tuple[int, int]] = deque()  # any thread may announce
-        self._last_update = 0  # when that was, which all ranks have heard of
+        self._last_update = 0  # the time of the last change that all ranks know
         self._reset_callbacks: list[Callable[[], None]] = []
         self._commits = 0
-        self._steps: Steps | None = None  # where every step is a transaction
+        self._steps: Steps | None = None  # if every step is a transaction
         self._path: Path | None = None  # of `save_to`
         self._commits_per_file = 1
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Call these after every change of members, before the state is sent.
 
-        They adapt what depends on the number of ranks: a learning rate, say.
+        They adapt values that depend on the number of ranks, such as a learning rate.
         """
         self._reset_callbacks.extend(callbacks)
 
@@ -67,11 +67,11 @@ class State:
     def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
         """Note that hosts will change, for the next `check_host_updates` on rank 0.
 
-        The job's launcher is heard without it.
+        Changes by the job's launcher are noted without it.
 
         Parameters
         ----------
-        timestamp : when that became known; a later one is larger.
+        timestamp : when that became known; later changes have larger values.
         update_res : 1: hosts were removed, 2: added, 3: both.
         """
         self._announced.append((timestamp, update_res))
@@ -90,7 +90,7 @@ class State:
         >>> state.epoch += 1
         >>> state.commit()
         """
-        replayed = self._steps is not None and self._steps.mark(light=False)
+        replayed = self._steps is not None and self._steps.mark(keeps_parameters=False)
         self.save()
         self._commits += 1
         if (
@@ -102,23 +102,23 @@ class State:
         self._leave_if_due(replayed)
 
     def save_to(self, path: str | os.PathLike[str], every: int = 1) -> None:
-        """Write commits to a file, too, and begin with the one that is there.
+        """Also write commits to a file, and begin with the one in it.
 
-        For jobs that start all processes again, as torchrun does, or after the end of an elastic
-        job. Call it before `run`, on all ranks. Rank 0 writes. If the file exists, ranks take its
-        values now; when `run` begins, all get those of rank 0. A rank that joins a job that has
-        made steps does not read it. The file is a pickle: name none that others can write.
+        For jobs that restart all processes, as torchrun does, or after the end of an elastic job.
+        Call it before `run`, on all ranks. Rank 0 writes. If the file exists, ranks take its values
+        now; when `run` begins, all get those of rank 0. A rank that joins a job that has already
+        trained does not read it. The file is a pickle: use a path that others cannot write.
 
         Parameters
         ----------
-        path : of the file. All hosts must see it; one that does not has nothing to offer if rank 0
-            dies at once. It is replaced as a whole. A commit returns when the file is on disk.
-        every : so many commits per file.
+        path : of the file. All hosts must see it; a host without it cannot provide the state if
+            rank 0 dies at once. It is replaced as a whole. A commit returns when it is on disk.
+        every : number of commits per write.
 
         Raises
         ------
-        ValueError : the file is no such state, or that of another script.
-        TypeError : a value can be saved in memory only.
+        ValueError : the file is not such a state, or is of another script.
+        TypeError : a value can only be saved in memory.
         """
         if every < 1:
             raise ValueError(f"save_to: every={every!r} is no number from 1")
@@ -137,19 +137,19 @@ class State:
         self._commits = commits
 
     def _kept(self) -> Any:
-        """Return what `save` has kept, which can be pickled."""
+        """Return what `save` has copied, in a form that can be pickled."""
         raise TypeError(f"save_to: {type(self).__name__} can be saved in memory only")
 
     def _take(self, kept: Any) -> None:
-        """Go to what `_kept` has returned in another process."""
+        """Restore what `_kept` has returned in another process."""
         raise TypeError(f"save_to: {type(self).__name__} can be saved in memory only")
 
     def check_host_updates(self) -> None:
-        """Leave the training function if members come or go, and go on with what is not saved.
+        """Leave the training function if members come or go, and keep values that are not saved.
 
         All ranks call it after the same steps. Blocks until rank 0 has called it, too, unless the
-        ranks have told one another with the step before the last one. Does nothing in a job whose
-        ranks stay the same.
+        ranks have shared updates in the step before the last one. Does nothing in a job whose ranks
+        do not change.
 
         Raises
         ------
@@ -157,44 +157,44 @@ class State:
         """
         replayed = False
         if self._steps is not None:
-            replayed = self._steps.mark(light=True)
+            replayed = self._steps.mark(keeps_parameters=True)
             self._mark()
         self._leave_if_due(replayed)
 
     @property
     def keeps_steps(self) -> bool:
-        """Whether a failure costs the step in flight only, with `check_host_updates` after each."""
+        """Whether a failure costs only the step in flight, if each step checks for updates."""
         return self._steps is not None
 
     @property
     def ranks_in_step(self) -> int:
-        """How many ranks have taken the step that the script is about to keep account of.
+        """How many ranks took the step that the script is about to record.
 
-        That is `size()`, but for a step that is replayed. Count samples of all ranks with it.
+        That is `size()`, except for a replayed step. Use it to count the samples of all ranks.
         """
         if self._steps is None:
             return job.size()
-        self._steps.look()
+        self._steps.read_counter()
         return self._steps.recorded_ranks or job.size()
 
     def _leave_if_due(self, replayed: bool) -> None:
         if job.is_initialized() and not membership.is_elastic():
             return
-        if self._steps is not None and self._steps.heard:
+        if self._steps is not None and self._steps.updates_shared:
             known = self._last_update
             latest, what = self._steps.agreed()
         else:
             latest, what = self._latest_update() if self._rank() == 0 else (0, 0)
-            # What rank 0 knows counts, since the others may hear of it earlier or later.
+            # The updates of rank 0 count, because the others may receive them earlier or later.
             known, latest, what = self._bcast_object((self._last_update, latest, what))
         self._last_update = max(known, latest)
         if latest > known:
             raise HostsUpdatedInterrupt(what == _REMOVED)
         if replayed:
-            raise DealAnew
+            raise RedistributeSamples
 
     def _latest_update(self) -> tuple[int, int]:
-        """When hosts or processes have changed last, and how since the last look. On rank 0."""
+        """The time of the last change of hosts or processes, and its kind since the last check."""
         latest, what = membership.updates()
         if latest <= self._last_update:
             latest, what = self._last_update, 0
@@ -207,29 +207,29 @@ class State:
     # -- for `run`; see hororing.elastic.steps ---------------------------------------------------
 
     def _begin(self) -> None:
-        """Training is about to begin, or to go on."""
+        """Training is about to begin or continue."""
 
     def _end(self) -> None:
-        """It is over."""
+        """Training is over."""
 
     def _mark(self) -> None:
-        """Copy what is kept beside the parameters."""
+        """Copy the script's other values, without the parameters."""
 
     def _progress(self) -> tuple[int, int]:
-        """Tell steps and marks, for `membership.set_progress`."""
+        """Return steps and marks, for `membership.set_progress`."""
         return self._commits, 0
 
     def _fall_back(self) -> None:
-        """Do at once what a failure asks for."""
+        """The first part of recovery after a failure, before the next generation."""
         self.restore()
 
-    def _settle(self) -> None:
-        """Do the rest, in the next generation."""
+    def _restore_mark(self) -> None:
+        """The second part, in the next generation."""
 
     def _synchronize(self, needed: bool) -> bool:
-        """Give all ranks the state of rank 0, if one of them needs it; whether that was done.
+        """Give all ranks the state of rank 0, if one of them needs it. Return whether it was done.
 
-        All ranks must decide alike: those that stay may need nothing, while one has just come.
+        All ranks must decide alike: those that stay may need nothing, while another has just come.
         """
         commits = self._commits
         if job.is_initialized() and job.size() > 1:
@@ -243,11 +243,11 @@ class State:
     # --------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Keep the values as they are now, in memory."""
+        """Save the present values in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the values that were saved last."""
+        """Restore the values that were saved last."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -255,7 +255,7 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt what depends on the rank and the number of ranks. Nothing, unless overridden."""
+        """Adapt values that depend on the rank and the number of ranks. Does nothing by default."""
 
 
 class ObjectState(State):
@@ -267,7 +267,7 @@ class ObjectState(State):
     Parameters
     ----------
     bcast_object, get_rank : as for `State`.
-    kwargs : the objects by name, as they are before training.
+    kwargs : the objects by name, with their initial values.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class ObjectState(State):
         self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
-        """Go back to copies of the objects as they were saved last."""
+        """Restore copies of the objects that were saved last."""
         for name, value in copy.deepcopy(self._saved_state).items():
             setattr(self, name, value)
 
@@ -310,9 +310,9 @@ class ObjectState(State):
 
 
 def check_names(here: Iterable[str], there: Iterable[str]) -> None:
-    """ValueError where a state that was saved has other values than the one here."""
+    """ValueError if a saved state has other values than this one."""
     if set(here) != set(there):
         raise ValueError(f"it has {sorted(there)}, and the state here {sorted(here)}")
 
 
-__all__ = ["DealAnew", "ObjectState", "State", "check_names"]
+__all__ = ["ObjectState", "RedistributeSamples", "State", "check_names"]

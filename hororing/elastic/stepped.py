@@ -1,4 +1,4 @@
-"""A state for which a step is a transaction; each framework says what its steps change.
+"""A state whose steps are transactions; each framework defines what its steps change.
 
 See hororing.elastic.steps, and Note [Which values count] in hororing.elastic.state.
 """
@@ -18,44 +18,44 @@ from hororing.membership import Member
 
 
 class SteppedState(ObjectState):
-    """A state of plain objects and of what steps change. A base class."""
+    """A state of plain objects and of values that steps change. A base class."""
 
     def save(self) -> None:
-        """Copy everything. Sub-classes copy theirs first."""
+        """Copy everything. Sub-classes first copy their own values."""
         super().save()
         if self._steps is not None:
             self._steps.note_saved()
 
     def restore(self) -> None:
-        """Go back to what was saved last. Sub-classes do so with theirs first."""
+        """Restore what was saved last. Sub-classes first restore their own values."""
         super().restore()
         if self._steps is not None:
-            self._steps.begin(self._steps.saved, light=False)
+            self._steps.begin(self._steps.saved, keeps_parameters=False)
 
     # -- what each framework says ----------------------------------------------------------------
 
     def _can_agree_on_steps(self) -> bool:
-        """Whether only steps that all ranks take together change what `_digest` reads."""
+        """Whether only steps that all ranks take together change the values of `_digest`."""
         return False
 
     def _attach(self, steps: Steps | None) -> None:
-        """Let optimizers take their steps by these, or as they would without a state."""
+        """Make optimizers take their steps through `steps`; None: as without a state."""
         raise NotImplementedError
 
     def _go_back(self) -> None:
-        """Go back to what `_mark` has copied."""
+        """Restore what `_mark` has copied."""
         raise NotImplementedError
 
     def _digest(self) -> int:
-        """Return a number that equal bits have in common, of what steps change; below 2**62."""
+        """Return a hash, below 2**62, of the bits that steps change."""
         raise NotImplementedError
 
     def _sync_marked(self) -> None:
-        """Give every rank what `_mark` copies, but for objects, of rank 0."""
+        """Broadcast from rank 0 what `_mark` copies, except for objects."""
         raise NotImplementedError
 
     def _prepare_sync(self, members: Sequence[Member], lacks: Sequence[bool], alike: bool) -> None:
-        """Choose who sends in `sync`: rank 0, unless all ranks that lack nothing are `alike`."""
+        """Choose who sends in `sync`: rank 0, unless all complete ranks are `alike`."""
 
     # -- for `run` -------------------------------------------------------------------------------
 
@@ -78,18 +78,18 @@ class SteppedState(ObjectState):
     def _progress(self) -> tuple[int, int]:
         if self._steps is None:
             return super()._progress()
-        self._steps.look()
+        self._steps.read_counter()
         self._steps.running = False
         return self._steps.place[:2]
 
     def _fall_back(self) -> None:
         if self._steps is not None:
-            self._steps.look()
-        if self._steps is None or not self._steps.goes_back_lightly:
+            self._steps.read_counter()
+        if self._steps is None or not self._steps.can_keep_parameters:
             super()._fall_back()
 
-    def _settle(self) -> None:
-        if self._steps is not None and self._steps.light:
+    def _restore_mark(self) -> None:
+        if self._steps is not None and self._steps.keeps_parameters:
             self._go_back()
             for name, value in copy.deepcopy(self._marked).items():
                 setattr(self, name, value)
@@ -107,7 +107,7 @@ class SteppedState(ObjectState):
             rows = hvd.allgather(row, name="elastic.sync")
             lacks = rows[:, 0].astype(bool)
             alike, marked = (len(set(rows[~lacks, column])) == 1 for column in (1, 2))
-            steps.torn = job.rank() != 0  # until all of it has come
+            steps.inconsistent = job.rank() != 0  # until everything has been received
             if lacks.any() or not alike:
                 # Only rank 0 has what was copied at its mark.
                 self._prepare_sync(world.members, lacks.tolist(), alike and marked)
@@ -115,11 +115,11 @@ class SteppedState(ObjectState):
             else:
                 self._sync_marked()
                 ObjectState.sync(self)
-        told = steps.place, steps.light, self._last_update, self._commits
-        place, light, self._last_update, self._commits = self._bcast_object(told)
-        steps.begin(place, light)
+        told = steps.place, steps.keeps_parameters, self._last_update, self._commits
+        place, keeps_parameters, self._last_update, self._commits = self._bcast_object(told)
+        steps.begin(place, keeps_parameters)
         steps.saved, steps.running = place, True
-        if light:
+        if keeps_parameters:
             self._mark()
         return True
 

@@ -1,21 +1,21 @@
-"""A step of training as a transaction: it is in the state that all ranks go on with, or is not.
+"""A training step as a transaction: all ranks continue with its result, or none does.
 
     gradients are reduced -> parameters change -> ... -> mark -> ...
 
-A rank applies a step when all its gradients are reduced, so the step is that of all ranks. When a
-rank is lost meanwhile, some of the others may have applied the step, and some may not. The next
-generation goes on from whoever has taken most steps: a rank that lacks one gets the state of
-another. If nobody who lives has applied the step, it is done again. So parameters need no copy, and
-the steps before are never lost.
+A rank applies a step when all its gradients are reduced, so all ranks have the same step. If a rank
+is lost meanwhile, some of the others may have applied the step and some may not. The next
+generation continues from the rank with the most steps, and a rank that lacks one gets its state.
+If no surviving rank has applied the step, it is done again. So parameters need no copy, and earlier
+steps are never lost.
 
-What the script keeps beside the parameters (epoch, place in the data, learning rate) is small. A
-copy of it is taken at each *mark*, where the script says that a step is over. After a failure that
-copy may be older than the parameters: by the steps since the mark. The script then runs them again,
-so that it keeps account of them, and `take` leaves the parameters alone: a step is *replayed*.
+The script's other values (epoch, place in the data, learning rate) are small. They are copied at
+each *mark*, where the script says that a step is over. After a failure that copy may be older than
+the parameters, by the steps since the mark. The script then runs these steps again to update its
+own values, and `take` leaves the parameters alone: a step is *replayed*.
 
-With each step ranks also start to tell one another what they know of hosts and processes that come
-and go. They have heard it when the next step is over, all of them, and so leave at the same mark.
-Nobody waits for it: what all ranks have started before their gradients is complete with these.
+In each step, ranks also start to share what they know of hosts and processes that come and go.
+When the next step is over, all of them know it, and so leave at the same mark. Nobody waits for
+it: a request that all ranks have started before their gradients is complete with these.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ import hororing.numpy as hvd
 from hororing import arguments, collectives, job
 from hororing.errors import HororingInternalError
 
-_BITS = 2  # of what has changed, below the time when
+_BITS = 2  # for the kind of change, below its time
 
 
 class Place(NamedTuple):
-    """How far a state is.
+    """The progress of a state.
 
     Attributes
     ----------
-    step : steps that the parameters have seen.
-    marks : marks since the last one.
-    since_mark : the number of ranks of each step since the last mark.
+    step : number of steps that have changed the parameters.
+    marks : number of marks since the last step.
+    since_mark : the number of ranks in each step since the last mark.
     """
 
     step: int = 0
@@ -49,17 +49,17 @@ class Place(NamedTuple):
 
 
 class Counter(Protocol):
-    """Counts steps where Python does not see them: in a compiled function."""
+    """Counts steps that Python does not see, in a compiled function."""
 
     @property
     def agrees(self) -> bool:
         """Whether parameters change only when the gradients of all ranks are reduced."""
 
     def begin(self, owed: int) -> None:
-        """Count from 0, and leave out the first `owed` steps, which are replayed."""
+        """Count from 0, and skip the first `owed` steps, which are replayed."""
 
     def read(self) -> tuple[int, int, int]:
-        """Return how many steps have been left out, begun, and taken."""
+        """Return how many steps have been skipped, begun and taken."""
 
 
 class Steps:
@@ -67,132 +67,132 @@ class Steps:
 
     Parameters
     ----------
-    news : returns what this rank knows of hosts and processes that come and go: when, in
-        microseconds, and what (as `membership.updates`).
+    latest_update : returns the latest change of hosts and processes that this rank knows: its time,
+        in microseconds, and its kind (as `membership.updates`).
 
     Attributes
     ----------
-    place : how far the parameters are.
-    saved : how far the copy of all values is.
-    light : the last mark has left out the parameters, so that a failure is not to go back further.
-    torn : parameters have changed in another way than by a step, or are being received.
-    heard : how often all ranks have told one another news since the last mark.
-    running : the script is training, and not `run` preparing for it.
-    counter : of steps that do not come by `take`; their place is known after `look`.
+    place : the progress of the parameters.
+    saved : the progress of the copy of all values.
+    keeps_parameters : the last mark did not copy the parameters, which a failure must keep.
+    inconsistent : parameters have changed other than by a step, or are being received.
+    updates_shared : how often all ranks have shared updates since the last mark.
+    running : the script is training, rather than `run` preparing for it.
+    counter : counts steps that do not go through `take`; call `read_counter` to include them.
     """
 
     counter: Counter | None = None
 
-    def __init__(self, news: Callable[[], tuple[int, int]]) -> None:
-        self._news = news
+    def __init__(self, latest_update: Callable[[], tuple[int, int]]) -> None:
+        self._latest_update = latest_update
         self.place = self.saved = Place()
-        self.light = self.torn = self.running = False
-        self.heard = 0
+        self.keeps_parameters = self.inconsistent = self.running = False
+        self.updates_shared = 0
         self._agreed = 0
-        self._telling = 0  # the handle of what ranks tell one another; 0: none
-        self._owed: list[int] = []  # steps to be replayed
-        self._replayed = 0  # the number of ranks of the step that was, since the mark
+        self._sharing = 0  # handle of the request that shares updates; 0: none
+        self._to_replay: list[int] = []  # steps to be replayed
+        self._replayed = 0  # number of ranks in the step that was replayed since the mark
 
     # -- in a step ------------------------------------------------------------------------------
 
     def take(self, apply: Callable[[], Any]) -> Any:
-        """Take a step of all ranks by `apply`; what it returns. None where it is replayed."""
-        if self._owed:
-            self._replayed = self._owed.pop(0)
+        """Take a step of all ranks by `apply`; return its result, None if it is replayed."""
+        if self._to_replay:
+            self._replayed = self._to_replay.pop(0)
             return None
         place = self.place
         self.place = Place(place.step + 1, 0, (*place.since_mark, job.size()))
         self._replayed = 0
         result = apply()
-        # Whoever is lost, the next gradients tell of it; and others may have ended with this step.
+        # If a rank is lost, the next gradients fail; others may have ended after this step.
         with contextlib.suppress(HororingInternalError):
-            self._exchange_news()
+            self._share_update()
         return result
 
-    def _exchange_news(self) -> None:
-        if self._telling:  # since the step before
-            telling, self._telling = self._telling, 0
-            self._agreed = max(self._agreed, int(hvd.synchronize(telling)[0]))
-            self.heard += 1
-        if self.light:
-            latest, what = self._news()
+    def _share_update(self) -> None:
+        if self._sharing:  # since the step before
+            sharing, self._sharing = self._sharing, 0
+            self._agreed = max(self._agreed, int(hvd.synchronize(sharing)[0]))
+            self.updates_shared += 1
+        if self.keeps_parameters:
+            latest, what = self._latest_update()
             told = np.array([max(self._agreed, latest << _BITS | what)])
-            self._telling = hvd.allreduce_async(told, name="elastic.news", op=arguments.Max)
+            self._sharing = hvd.allreduce_async(told, name="elastic.updates", op=arguments.Max)
 
     @property
-    def owed(self) -> int:
-        """How many steps are still to be replayed."""
-        return len(self._owed)
+    def steps_to_replay(self) -> int:
+        """The number of steps that are still to be replayed."""
+        return len(self._to_replay)
 
-    def look(self) -> None:
-        """Learn of the steps that `counter` has counted."""
+    def read_counter(self) -> None:
+        """Include the steps that `counter` has counted."""
         if self.counter is None:
             return
         replayed, begun, taken = self.counter.read()
         for _ in range(replayed):
-            self._replayed = self._owed.pop(0)
+            self._replayed = self._to_replay.pop(0)
         if taken:
             since_mark = self.place.since_mark + (job.size(),) * taken
             self.place = Place(self.place.step + taken, 0, since_mark)
-        self.torn = self.torn or begun != taken  # it failed while it changed parameters
+        self.inconsistent = self.inconsistent or begun != taken  # it failed halfway
         if replayed or begun:
-            self.counter.begin(len(self._owed))
+            self.counter.begin(len(self._to_replay))
 
     @property
     def recorded_ranks(self) -> int:
-        """How many ranks have shared the step that the script keeps account of; 0: those of now."""
-        return self._replayed or (self._owed[0] if self._owed else 0)
+        """How many ranks took the step that the script records now; 0: the present number."""
+        return self._replayed or (self._to_replay[0] if self._to_replay else 0)
 
     # -- at a mark ------------------------------------------------------------------------------
 
-    def mark(self, light: bool) -> bool:
-        """Note that what is kept beside the parameters is as far as they are.
+    def mark(self, keeps_parameters: bool) -> bool:
+        """Note that the script's other values are as far as the parameters.
 
-        Returns whether steps were replayed, so that samples are to be dealt anew.
+        Returns whether steps were replayed, so that samples must be redistributed.
         """
-        self.look()
+        self.read_counter()
         replayed = bool(self._replayed)
         self.place = Place(self.place.step, self.place.marks + 1)
-        self.light = light and (self.counter is None or self.counter.agrees)
-        self.torn = False
-        self._owe([])
+        self.keeps_parameters = keeps_parameters and (self.counter is None or self.counter.agrees)
+        self.inconsistent = False
+        self._set_to_replay([])
         return replayed
 
-    def _owe(self, steps: Iterable[int]) -> None:
-        owed, self._owed, self._replayed = self._owed, list(steps), 0
-        if self.counter is not None and (owed or self._owed):
-            self.counter.begin(len(self._owed))
+    def _set_to_replay(self, steps: Iterable[int]) -> None:
+        owed, self._to_replay, self._replayed = self._to_replay, list(steps), 0
+        if self.counter is not None and (owed or self._to_replay):
+            self.counter.begin(len(self._to_replay))
 
     def agreed(self) -> tuple[int, int]:
-        """What all ranks have heard since the last mark: as `news`, of all of them."""
-        agreed, self._agreed, self.heard = self._agreed, 0, 0
+        """The latest update that any rank has shared since the last mark, as `latest_update`."""
+        agreed, self._agreed, self.updates_shared = self._agreed, 0, 0
         return agreed >> _BITS, agreed & ((1 << _BITS) - 1)
 
     # -- after a failure ------------------------------------------------------------------------
 
     @property
-    def goes_back_lightly(self) -> bool:
-        """Whether the parameters are good as they are."""
-        return self.light and not self.torn
+    def can_keep_parameters(self) -> bool:
+        """Whether the parameters can be kept after a failure."""
+        return self.keeps_parameters and not self.inconsistent
 
     def note_saved(self) -> None:
-        """Note that all values are copied. Where the script does so, a step is over."""
-        self.look()
+        """Note that all values are copied. If the script does so, a step is over."""
+        self.read_counter()
         self.saved = Place(self.place.step, self.place.marks) if self.running else self.place
 
-    def begin(self, place: Place, light: bool) -> None:
-        """Go on from a place; the steps since its mark are to be replayed."""
-        self.look()  # and forget it
-        self.place, self.light, self.torn = place, light, False
-        self._owe(place.since_mark)
-        self._agreed = self.heard = 0
+    def begin(self, place: Place, keeps_parameters: bool) -> None:
+        """Continue from a place; the steps since its mark must be replayed."""
+        self.read_counter()  # and ignore it
+        self.place, self.keeps_parameters, self.inconsistent = place, keeps_parameters, False
+        self._set_to_replay(place.since_mark)
+        self._agreed = self.updates_shared = 0
         self.end()
 
     def end(self) -> None:
-        """Forget what ranks are telling one another."""
-        if self._telling:
-            collectives.abandon(self._telling, None)
-        self._telling = 0
+        """Give up the request that shares updates."""
+        if self._sharing:
+            collectives.abandon(self._sharing, None)
+        self._sharing = 0
 
 
 __all__ = ["Counter", "Place", "Steps"]

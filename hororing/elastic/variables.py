@@ -1,4 +1,4 @@
-"""A state of variables: what TensorFlow and Keras train. Each framework says how to read them."""
+"""A state of variables, for TensorFlow and Keras. Each framework defines how to read them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hororing import collectives, job, objects
 from hororing.elastic.stepped import SteppedState
 from hororing.elastic.steps import Steps
 
-# The name is always the same: ranks that have come later have counted fewer calls.
+# The name is always the same, because later ranks have counted fewer calls.
 broadcast = functools.partial(objects.broadcast_object, root_rank=0, name="elastic.state")
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -34,7 +34,7 @@ class VariablesState(SteppedState):
         raise NotImplementedError
 
     def _array(self, variable: Any) -> Array:
-        """Return the value of one."""
+        """Return the value of a variable."""
         raise NotImplementedError
 
     def _read(self) -> list[Array]:
@@ -51,7 +51,7 @@ class VariablesState(SteppedState):
         self._saved_values = values
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Restore what was saved last."""
         self._assign(self._saved_values)
         super().restore()
 
@@ -66,7 +66,7 @@ class VariablesState(SteppedState):
 
     def sync(self) -> None:
         """Give every rank what rank 0 has saved last."""
-        # Rank 0 says what there is: an optimizer that has just been made may lack variables.
+        # Rank 0 says which variables there are: a new optimizer may lack some.
         kinds = broadcast([(each.shape, each.dtype) for each in self._saved_values])
         values = self._saved_values
         if job.rank() != 0:
@@ -81,7 +81,7 @@ class VariablesState(SteppedState):
 def send(arrays: Iterable[Array]) -> None:
     """Fill the arrays of all ranks with those of rank 0."""
     handles = [
-        # As bytes: some weights have types that only Keras knows.
+        # As bytes, because some weights have types that only Keras knows.
         hvd.broadcast_async_(each.reshape(-1).view(np.uint8), 0, name=f"elastic.state.{number}")
         for number, each in enumerate(arrays)
     ]
@@ -89,26 +89,26 @@ def send(arrays: Iterable[Array]) -> None:
 
 
 class Stepper(Protocol):
-    """Takes the steps of an optimizer, and lets a state know of them."""
+    """Takes the steps of an optimizer, and informs a state about them."""
 
     def take(self, apply: Callable[[], Any], gradients: Sequence[Any]) -> None:
-        """Take a step by `apply`, when the gradients are there; or leave it out."""
+        """Take a step by `apply` when the gradients are reduced, or skip it."""
 
     def attach(self, steps: Steps | None) -> None:
-        """Count steps for these from now on; None: for nobody."""
+        """From now on count steps for `steps`; None: for nobody."""
 
 
 class ModelState(VariablesState):
     """A state of a Keras model, its optimizer and plain objects, as attributes. A base class.
 
-    Steps can be transactions where there is a `Stepper` for the optimizer, with Keras 3. They
-    change the weights that were made to be trained, and the optimizer's variables. All else of the
-    model is copied at each mark, since it is small: averages of batches, random generators.
+    Steps can be transactions if there is a `Stepper` for the optimizer, with Keras 3. Steps change
+    trainable weights and the optimizer's variables. All other variables of the model are small and
+    copied at each mark: averages of batches, random generators.
 
     Parameters
     ----------
-    model : it must be built.
-    optimizer : None: that of the compiled model, if it is.
+    model : must be built.
+    optimizer : None: that of the compiled model, if any.
     kwargs : the objects by name.
 
     Raises
@@ -130,7 +130,7 @@ class ModelState(VariablesState):
         super().__init__(**kwargs)
 
     def save(self) -> None:
-        """Copy the values and the objects; also what is this rank's own: random generators."""
+        """Copy the values and the objects, and this rank's own random generators."""
         write_back = getattr(self.model, "jax_state_sync", None)  # Keras on JAX trains copies
         if write_back is not None:
             write_back()
@@ -143,7 +143,7 @@ class ModelState(VariablesState):
         ]
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Restore what was saved last."""
         super().restore()
         for variable, value in self._saved_here:
             variable.assign(value)
@@ -151,7 +151,7 @@ class ModelState(VariablesState):
     # -- every step as a transaction; see hororing.elastic.steps ---------------------------------
 
     def _stepper(self) -> Stepper | None:
-        """What takes the steps of the optimizer, if all ranks take them together."""
+        """The object that takes the optimizer's steps, if all ranks take them together."""
         return getattr(self.optimizer, "stepper", None)
 
     def _can_agree_on_steps(self) -> bool:
@@ -188,7 +188,7 @@ class ModelState(VariablesState):
         )
 
     def _beside(self) -> list[Any]:
-        """What steps of optimizers leave alone."""
+        """The variables that the optimizer's steps do not change."""
         layers = self.model._flatten_layers()
         made = {id(each) for layer in layers for each in layer._trainable_variables}
         return [each for each in self.model.variables if id(each) not in made]
@@ -196,7 +196,7 @@ class ModelState(VariablesState):
     # --------------------------------------------------------------------------------------------
 
     def _build(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Make the variables of the optimizer, which otherwise come with the first step."""
+        """Create the optimizer's variables, which otherwise are made by the first step."""
         if not optimizer.built:
             optimizer.build(variables)
 
@@ -206,7 +206,7 @@ class ModelState(VariablesState):
 
 
 def digest_of(arrays: Iterable[Array]) -> int:
-    """A number that equal bits have in common, below 2**62. Reads all of them."""
+    """A hash of the bits of all variables, below 2**62."""
     total = 0
     for each in arrays:
         flat = np.ascontiguousarray(each).reshape(-1)

@@ -25,11 +25,11 @@ from hororing.tensorflow.requests import Request, carry_out
 from hororing.tensorflow.tensors import checked_weight
 from hororing.tensorflow.verbs import averaged_slices
 
-# A tensor, slices of one, or nothing: what a gradient may be.
+# A gradient: a tensor, slices of one, or None.
 Gradient = Any
 
-# An operation of TensorFlow costs about as much as reducing some ten KiB, so small gradients
-# share one with their neighbours. Ranks agree: it depends on shapes only.
+# A TensorFlow operation costs about as much as reducing ten KiB, so adjacent small gradients share
+# one. Ranks agree, because that depends only on shapes.
 _SMALL_BYTES: Final = 64 * 2**10
 _BUNDLE_BYTES: Final = 256 * 2**10
 _BUNDLE_COUNT: Final = 32

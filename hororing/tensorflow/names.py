@@ -49,7 +49,7 @@ def unique_in_graph(name: str, process_set: ProcessSet) -> str:
 def in_graph(what: str, process_set: int | None) -> str:
     """The next name for `what` of a process set in the graph that is being built.
 
-    Sets count for themselves: not all ranks are members of all.
+    Each set has its own count, because not all ranks are members of all sets.
     """
     graph, number = _count(f"/{what}", process_set)
     # Names of branches and loop bodies end in numbers that differ between ranks.

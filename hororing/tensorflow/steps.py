@@ -10,9 +10,9 @@ import tensorflow as tf
 from hororing.elastic.steps import Steps
 from hororing.tensorflow import tape
 
-# Places in the counts. OWED: to be left out; the others: since the last look.
-_OWED: Final = [1, 0, 0, 0]
-_LEFT_OUT: Final = [0, 1, 0, 0]
+# Places in the counts. _TO_REPLAY: steps to skip; the others: since the last read.
+_TO_REPLAY: Final = [1, 0, 0, 0]
+_SKIPPED: Final = [0, 1, 0, 0]
 _BEGUN: Final = [0, 0, 1, 0]
 _TAKEN: Final = [0, 0, 0, 1]
 
@@ -24,7 +24,7 @@ class CountedSteps:
 
     Parameters
     ----------
-    by_tape : gradients are those of a tape, so that only it can tell whether they are reduced.
+    by_tape : gradients come from a tape, so only the tape knows whether they are reduced.
     """
 
     def __init__(self, by_tape: bool = False) -> None:
@@ -34,11 +34,11 @@ class CountedSteps:
             self._counts = tf.Variable(tf.zeros(4, tf.int64), trainable=False)
 
     def take(self, apply: Callable[[], Any], gradients: Sequence[Any]) -> None:
-        """Take a step by `apply` when the gradients are there, or leave it out."""
+        """Take a step by `apply` when the gradients are reduced, or skip it."""
         owes = self._counts[0] > 0
         if tf.executing_eagerly():
             if owes:
-                self._skip_owed()
+                self._skip_replayed()
             else:
                 self._add(_BEGUN)
                 apply()
@@ -47,7 +47,7 @@ class CountedSteps:
 
         def step() -> None:
             graph = tf.compat.v1.get_default_graph()
-            # TensorFlow starts what needs no gradient before they are reduced, or are not.
+            # TensorFlow may start other operations before the reduction, or if it fails.
             there = [each for each in tf.nest.flatten(gradients, True) if each is not None]
             with tf.control_dependencies([tf.identity(each) for each in there]):
                 begun = self._add(_BEGUN)
@@ -57,16 +57,16 @@ class CountedSteps:
             with tf.control_dependencies(graph.get_operations()[before:]):
                 self._add(_TAKEN)
 
-        tf.cond(owes, self._skip_owed, step)
+        tf.cond(owes, self._skip_replayed, step)
 
-    def _skip_owed(self) -> None:
-        self._add([left - owed for left, owed in zip(_LEFT_OUT, _OWED, strict=True)])
+    def _skip_replayed(self) -> None:
+        self._add([left - owed for left, owed in zip(_SKIPPED, _TO_REPLAY, strict=True)])
 
     def _add(self, counts: Sequence[int]) -> Any:
         return self._counts.assign_add(tf.constant(counts, tf.int64), read_value=False)
 
     def attach(self, steps: Steps | None) -> None:
-        """Let these look here."""
+        """Count for these steps from now on."""
         if self._steps is not None:
             self._steps.counter = None
         self._steps = steps
@@ -76,21 +76,21 @@ class CountedSteps:
 
     @property
     def agrees(self) -> bool:
-        """Whether the gradients are those of all ranks, as far as anybody knows."""
+        """Whether the gradients are those of all ranks, as far as known."""
         return not self._by_tape or tape.reduced_over_all_ranks()
 
     def begin(self, owed: int) -> None:
-        """Count from 0, and leave out the first `owed` steps."""
+        """Count from 0, and skip the first `owed` steps."""
         self._counts.assign([owed, 0, 0, 0])
 
     def read(self) -> tuple[int, int, int]:
-        """Return how many steps were left out, begun and taken since."""
+        """Return how many steps were skipped, begun and taken since."""
         _, left_out, begun, taken = self._counts.numpy().tolist()
         return left_out, begun, taken
 
 
 def count_steps_of(optimizer: Any) -> CountedSteps:
-    """Count the steps of an optimizer of Keras 3 that is not distributed; a tape is."""
+    """Count the steps of a Keras 3 optimizer that is not distributed, with a distributed tape."""
     apply = optimizer.apply
     counted = CountedSteps(by_tape=True)
 
@@ -99,7 +99,7 @@ def count_steps_of(optimizer: Any) -> CountedSteps:
         grads = list(grads)
         counted.take(lambda: apply(grads, trainable_variables), grads)
 
-    optimizer.__dict__["apply"] = counted_apply  # Keras would look into it
+    optimizer.__dict__["apply"] = counted_apply  # otherwise Keras would track it
     return counted
 
 

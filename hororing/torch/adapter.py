@@ -20,7 +20,7 @@ DTYPES: Final[dict[torch.dtype, int]] = {
     if hasattr(torch, name)
 }
 
-# Complex numbers travel as pairs of these.
+# Complex numbers are sent as pairs of these.
 _PARTS: Final[dict[torch.dtype, torch.dtype]] = {
     torch.complex32: torch.float16,
     torch.complex64: torch.float32,
@@ -63,7 +63,7 @@ class TorchAdapter:
         self.plain_tensors = collectives.plain_tensors(
             _PLAIN_TYPES, self.plain, exchange, (torch.Tensor.is_neg,)
         )
-        # A sum is negated as its terms are, and autograd writes to its gradients itself.
+        # A lazily negated gradient is fine: its sum is negated alike. Autograd writes to it itself.
         self.plain_gradients = collectives.plain_tensors(_PLAIN_TYPES, self.plain, exchange)
 
     def check(self, tensor: object, verb: str) -> torch.Tensor:
@@ -91,7 +91,7 @@ class TorchAdapter:
                 "host or of a CUDA device; use tensor.cpu() and copy the result back"
             )
         if tensor.dtype in _PARTS:
-            # A number alone is a row of two parts to the core, which must not be split.
+            # A single complex number is one row of two parts to the core, which must not be split.
             if tensor.dim() == 0 and verb.endswith(("allgather", "alltoall", "reducescatter")):
                 raise ValueError(
                     f"{verb}: a tensor without dimensions has no rows; use tensor.reshape(1)"

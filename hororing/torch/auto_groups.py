@@ -1,18 +1,18 @@
 """DistributedOptimizer(groups="auto"): groups that follow from the first steps.
 
-After SKIPPED steps each rank notes in the next MEASURED ones when its hooks fire. Then all ranks
-time messages of two sizes and find out when each gradient is ready on all of them; the first rank
+After SKIPPED steps each rank notes, in the next MEASURED ones, when its hooks fire. Then all ranks
+time messages of two sizes and find out when each gradient is ready on all of them. The first rank
 plans buckets (hororing/bucket_planning.py) and broadcasts them.
 
 All ranks must do so after the same step, and ranks that have joined count fewer steps. So until
 groups are found, each step ends with a vote, an allreduce of one number: 1 from a rank that has
-measured enough, 0 from another one, and zeros are what joined ranks contribute. All ranks that vote
-see the same sum. If it is the number of ranks, all of them have just voted, no rank has joined, and
-nothing else is in flight.
+measured enough, 0 from any other. Joined ranks contribute zeros. All voters see the same sum. If it
+is the number of ranks, all of them have just voted, no rank has joined, and nothing else is in
+flight.
 
-Why messages are timed then, and not in the steps: gradients share batches there, and one that waits
-for a late rank looks like an expensive one. One after the other with nothing else in flight they
-differ only by noise, which makes them longer, so the shortest of REPEATS is right.
+Messages are timed then, and not within the steps, because there gradients share batches, and one
+that waits for a late rank looks expensive. One after the other, with nothing else in flight, their
+times differ only by noise, which makes them longer, so the shortest of REPEATS is right.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class AutoReducer(Reducer):
             if plan[index] >= 0:
                 buckets.setdefault(int(plan[index]), []).append(index)
         for bucket in buckets.values():
-            # When this one comes, send it and all that waits for company: it completes the bucket.
+            # When this gradient comes, send it with all that wait: it completes the bucket.
             entries[bucket[-1]][1].weight = BATCH_BYTES
         self.found = [[entries[i][0] for i in bucket] for bucket in buckets.values() if bucket[1:]]
         self.form_groups(self.found)
@@ -142,7 +142,7 @@ class AutoReducer(Reducer):
     def _ready_s(self, param: torch.Tensor, gradient: Gradient) -> float:
         """When the gradient is ready here; infinite if it cannot be in a group.
 
-        A hook of a parameter on a device fires when the gradient is launched, not when it is there.
+        On a device, a hook fires when the gradient is launched, not when it is computed.
         """
         times_s = [step[id(param)] for step in self._steps if id(param) in step]
         sparse = gradient.sparse_dims > 0 and not self.options.sparse_as_dense
@@ -185,7 +185,7 @@ class AutoReducer(Reducer):
     def _once(self, what: str, start: Callable[[], int]) -> tuple[torch.Tensor, float]:
         """Return the result of the request that `start` makes, and its duration.
 
-        It is made once, however often an interrupt makes this be called.
+        It is made once, even if an interrupt causes several calls.
         """
         if what not in self._answers:
             begin_s = clock()

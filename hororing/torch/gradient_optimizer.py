@@ -223,7 +223,7 @@ class Distributed(torch.optim.Optimizer):
             return None
         if self._steps is None:
             return super().step(**kwargs)
-        if self._steps.light and self._reducer is not None:
+        if self._steps.keeps_parameters and self._reducer is not None:
             self._reducer.await_device()
         return self._steps.take(functools.partial(super().step, **kwargs))
 
@@ -231,7 +231,7 @@ class Distributed(torch.optim.Optimizer):
         if self._reducer is None:
             return super().step(closure, **kwargs)
         if self._steps is not None:
-            self._steps.torn = True  # parameters change before all ranks have taken the step
+            self._steps.inconsistent = True  # parameters change before all ranks have stepped
 
         def reduced() -> Any:
             loss = closure()

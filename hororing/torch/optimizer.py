@@ -4,9 +4,9 @@ The given optimizer itself becomes distributed: its class is replaced by a sub-c
 keeps its state and options, other objects that refer to it (such as a learning rate scheduler) stay
 valid, and it is still an instance of its class.
 
-`torch.amp.GradScaler` looks at gradients before it calls `step()`. Its `unscale_` and `step` are
-wrapped here, once for the process, so that they wait for the gradients of distributed
-optimizers first; then all ranks see the same infinities and skip the same steps.
+`torch.amp.GradScaler` checks gradients before it calls `step()`. Its `unscale_` and `step` are
+wrapped here, once per process, to wait for the gradients of distributed optimizers first. So all
+ranks see the same infinities and skip the same steps.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def become(
     for method in ("step", "synchronize", "zero_grad"):
         namespace[method] = untraced(getattr(mixin, method))
     if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
-        # A scheduler wrapped the step of this instance, to see whether it is called. Ours tells
-        # it so as well, and must not be hidden by the old one.
+        # A scheduler wrapped the step of this instance, to see whether it is called. Our step tells
+        # it, too, and the old wrapper must not hide ours.
         del optimizer.__dict__["step"]
         namespace["step"]._wrapped_by_lr_sched = True
     distributed: Any = type(base.__name__, (mixin, base), namespace)
@@ -268,12 +268,12 @@ def _teach_grad_scaler() -> None:
     def scaled_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         reduce_first(self, optimizer)
         steps = optimizer._steps if isinstance(optimizer, Distributed) else None
-        owed = steps.owed if steps is not None else 0
+        owed = steps.steps_to_replay if steps is not None else 0
         result = step(self, optimizer, *args, **kwargs)
         if isinstance(optimizer, Distributed) and self.is_enabled():
             optimizer._start_over()  # also when the step was skipped
-            if steps is not None and owed and steps.owed == owed:
-                steps.take(lambda: None)  # it was taken before, and is replayed so
+            if steps is not None and owed and steps.steps_to_replay == owed:
+                steps.take(lambda: None)  # it was taken before, and is replayed in this way
         return result
 
     scaler.unscale_ = unscale_  # type: ignore[method-assign]

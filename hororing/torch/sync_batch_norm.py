@@ -39,9 +39,9 @@ _SUMS: Final = {
 
 _layer_numbers = itertools.count(1)
 
-# By the name of a request, which must not be in flight twice. A layer that two threads use at
-# once sends one after the other. (A number in the name would not do: ranks disagree about which
-# call found the name in use.)
+# By the name of a request, which must not be in flight twice. A layer used by two threads at once
+# sends one request after the other. (A number in the name would not do: ranks may number the calls
+# differently.)
 _locks: dict[str, threading.Lock] = {}
 
 

@@ -229,36 +229,36 @@ def test_steps_since_the_mark_are_replayed_and_no_others():
     """Without ranks: what a script that is interrupted and called again does to the parameters."""
     steps, taken = Steps(lambda: (0, 0)), []
     place = Place(7, 1, (4, 3))
-    steps.begin(place, light=True)
+    steps.begin(place, keeps_parameters=True)
     assert [steps.recorded_ranks, steps.take(lambda: taken.append(1))] == [4, None]
     assert [steps.recorded_ranks, steps.take(lambda: taken.append(2))] == [4, None]
     assert steps.recorded_ranks == 3
     assert taken == []
-    assert steps.mark(light=True)
+    assert steps.mark(keeps_parameters=True)
     assert steps.place == Place(7, 2)
     assert steps.recorded_ranks == 0
-    assert not steps.mark(light=True)
+    assert not steps.mark(keeps_parameters=True)
 
 
 def test_news_are_heard_by_all_ranks_with_the_next_step(monkeypatch: pytest.MonkeyPatch):
     hvd = pytest.importorskip("hororing.numpy")
     hvd.init()
-    news = [(3, 1)]
-    steps = Steps(lambda: news[-1])
-    steps.mark(light=True)
-    heard = []
+    updates = [(3, 1)]
+    steps = Steps(lambda: updates[-1])
+    steps.mark(keeps_parameters=True)
+    shared = []
     for _ in range(3):
         steps.take(lambda: None)
-        heard.append((steps.heard, *steps.agreed()))
-        news.append((9, 2))
-    assert heard == [(0, 0, 0), (1, 3, 1), (1, 9, 2)]
-    steps.mark(light=False)  # as `commit`
+        shared.append((steps.updates_shared, *steps.agreed()))
+        updates.append((9, 2))
+    assert shared == [(0, 0, 0), (1, 3, 1), (1, 9, 2)]
+    steps.mark(keeps_parameters=False)  # as `commit`
     steps.take(lambda: None)
-    assert steps.heard == 1
+    assert steps.updates_shared == 1
     steps.take(lambda: None)
-    assert steps.heard == 1
+    assert steps.updates_shared == 1
     # Where the others have ended with this step, it is taken all the same.
-    steps.mark(light=True)
+    steps.mark(keeps_parameters=True)
     monkeypatch.setattr(hvd, "allreduce_async", lambda *_, **__: fail(ShutDownError()))
     assert steps.take(lambda: "taken") == "taken"
 
@@ -294,7 +294,7 @@ def test_a_replayed_step_that_a_scaler_skips_is_replayed_all_the_same():
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer._steps = steps = Steps(lambda: (0, 0))
-    steps.begin(Place(7, 1, (4,)), light=True)
+    steps.begin(Place(7, 1, (4,)), keeps_parameters=True)
 
     def step(factor: float) -> None:
         optimizer.zero_grad()
@@ -303,7 +303,7 @@ def test_a_replayed_step_that_a_scaler_skips_is_replayed_all_the_same():
         scaler.update()
 
     step(torch.inf)
-    assert (steps.owed, steps.recorded_ranks) == (0, 4)
+    assert (steps.steps_to_replay, steps.recorded_ranks) == (0, 4)
     step(1.0)
     assert (weight.item(), steps.place.step) == (0.0, 8)  # 7 with the replayed one
 
