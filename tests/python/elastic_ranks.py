@@ -102,6 +102,21 @@ class ElasticJob:
         threading.Thread(target=self._read, args=(rank, self.lines[-1]), daemon=True).start()
         return len(self.ranks) - 1
 
+    def begin(self, count: int, *arguments: str, script: str = TRAIN, **variables: str) -> None:
+        """Start the first ones, and wait until all of them work."""
+        for _ in range(count):
+            self.start(*arguments, script=script, **variables)
+        self.wait(lambda: all(self.started(each, 1) for each in range(count)))
+
+    def kill(self, rank: int) -> list[int]:
+        """Kill a rank of the last generation; the others, as soon as they work without it."""
+        world, killed = self.worlds()[-1], self.process_of(rank)
+        self.ranks[killed].kill()
+        pids = [each.pid for each in world.members]
+        rest = [n for n, each in enumerate(self.ranks) if each.pid in pids and n != killed]
+        self.wait(lambda: all(self.started(each, world.generation + 1) for each in rest))
+        return rest
+
     def wait(self, true: Callable[[], Any]) -> Any:
         """Until `true` is so; what it returns."""
         end = time.monotonic() + DEADLINE_S

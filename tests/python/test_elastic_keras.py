@@ -85,13 +85,8 @@ print("end", state.epoch, state.batch, sum(values), float(np.array(optimizer.lea
 def test_fit_goes_on_without_a_rank_and_with_a_new_one(kind: str):
     pytest.importorskip({"legacy": "tf_keras"}.get(kind, kind))
     with ElasticJob(np=3, min_np=2, max_np=3) as job:
-        for _ in range(3):
-            job.start(kind, script=SCRIPT)
-        job.wait(lambda: all(job.started(each, 1) for each in range(3)))
-        killed = job.process_of(0)
-        job.ranks[killed].kill()
-        rest = sorted({0, 1, 2} - {killed})
-        job.wait(lambda: all(job.started(each, 2) for each in rest))
+        job.begin(3, kind, script=SCRIPT)
+        rest = job.kill(0)
         new = job.start(kind, script=SCRIPT)
         ends = job.ends(*rest, new)
         assert len(set(ends)) == 1, ends

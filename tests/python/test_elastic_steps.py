@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import elastic_ranks
 import pytest
 import tiers
 from elastic_ranks import ElasticJob
@@ -17,38 +18,13 @@ from hororing.rendezvous.generations import Member
 # when nobody has all gradients; when rank 1 has applied the step, and rank 0 has not and holds
 # garbage; when all have applied it and nobody has marked it. The rank that lacked step 6 is left,
 # and a newcomer comes to it.
-SCRIPT = """
+DEATHS = """
 import os, sys, time
 from pathlib import Path
 
-import torch
-import hororing.torch as hvd
-from hororing.elastic.steps import Steps
-
+kind, applied = sys.argv[1], Path(sys.argv[2])
 DEATHS = {3: ("nobody", 4), 6: ("some", 3), 9: ("all", 2)}  # and of how many ranks
 COUNT, BATCH = 240, 2
-applied = Path(sys.argv[1])
-hvd.init()
-newcomer = hvd.size() == 2
-model = torch.nn.Embedding(COUNT, 1)
-torch.nn.init.zeros_(model.weight)
-model.register_buffer("steps", torch.zeros(1))
-optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Sum)
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-sampler = hvd.elastic.ElasticSampler(range(COUNT))
-state = hvd.elastic.TorchState(
-    model, optimizer, sampler=sampler, scheduler=scheduler, epoch=0, began=0, steps=0
-)
-taken, sync = Steps.take, state.sync
-
-
-def told_sync():
-    print("sent", hvd.elastic.history()[-1].generation, flush=True)
-    sync()
-
-
-state.sync = told_sync
 
 
 def due(what):
@@ -61,13 +37,64 @@ def die_once(there):
     os.kill(os.getpid(), 9)
 
 
+def before_step():
+    if due("nobody") and hvd.rank() == 3:
+        os.kill(os.getpid(), 9)
+
+
+def after_step():
+    if due("some") and hvd.rank() == 2:
+        die_once(applied / "some")
+    if due("some"):
+        (applied / "some").touch()
+    if due("all") and hvd.rank() == 1:
+        (applied / "all").touch()
+    if due("all") and hvd.rank() == 0:
+        die_once(applied / "all")
+
+
+def tell_of_syncs():
+    sync = state.sync
+
+    def told_sync():
+        print("sent", hvd.elastic.history()[-1].generation, flush=True)
+        sync()
+
+    state.sync = told_sync
+
+
+def end(times, *steps):
+    print("steps", [(each.step, len(each.members)) for each in hvd.elastic.history()], flush=True)
+    print("end", times == [state.epoch], state.steps, *steps, flush=True)
+
+
+"""
+
+TORCH = """
+import torch
+import hororing.torch as hvd
+from hororing.elastic.steps import Steps
+
+hvd.init()
+model = torch.nn.Embedding(COUNT, 1)
+torch.nn.init.zeros_(model.weight)
+model.register_buffer("steps", torch.zeros(1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Sum)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+sampler = hvd.elastic.ElasticSampler(range(COUNT))
+state = hvd.elastic.TorchState(
+    model, optimizer, sampler=sampler, scheduler=scheduler, epoch=0, began=0, steps=0
+)
+tell_of_syncs()
+taken = Steps.take
+
+
 def take(steps, apply):
     if due("some") and hvd.rank() == 0:
         model.weight.grad.fill_(99)
         hvd.allreduce(torch.zeros(1), name="never")
     taken(steps, apply)
-    if due("some") and hvd.rank() == 2:
-        die_once(applied / "some")
 
 
 Steps.take = take
@@ -80,17 +107,11 @@ def train(state):
         began = len(hvd.elastic.history()[-1].members) if sampler.processed_num == 0 else 0
         state.began = state.began or began
         for batch in torch.utils.data.DataLoader(sampler.dataset, BATCH, sampler=sampler):
-            if due("nobody") and hvd.rank() == 3:
-                os.kill(os.getpid(), 9)
+            before_step()
             model(batch).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if due("some"):
-                (applied / "some").touch()
-            if due("all") and hvd.rank() == 1:
-                (applied / "all").touch()
-            if due("all") and hvd.rank() == 0:
-                die_once(applied / "all")
+            after_step()
             hvd.allreduce(torch.zeros(1), name="loss")
             scheduler.step()
             model.steps += 1
@@ -107,26 +128,167 @@ def train(state):
 
 train(state)
 times = sorted(set((-model.weight).long().flatten().tolist()))
-print("steps", [(each.step, len(each.members)) for each in hvd.elastic.history()], flush=True)
-print("end", times == [state.epoch], state.steps, scheduler.last_epoch, model.steps.item(),
-      flush=True)
+end(times, scheduler.last_epoch, int(model.steps))
+"""
+
+# What is beside the weights counts, too: a layer its calls, and the optimizer its steps.
+KERAS = """
+os.environ["KERAS_BACKEND"] = "torch" if kind == "Keras on torch" else "tensorflow"
+import keras
+import numpy as np
+import hororing.numpy
+
+if kind == "tape":
+    import hororing.tensorflow as hvd
+else:
+    import hororing.keras as hvd
+if kind != "Keras on torch":
+    import tensorflow as tf
+    import hororing.tensorflow as of_tensorflow
+    from hororing.tensorflow.steps import CountedSteps as Stepper
+else:
+    from hororing.keras.backends.torch import Stepper
+from hororing.elastic.partition import share_of
+
+taken = Stepper.take
+stuck = False if kind == "Keras on torch" else tf.Variable(False)
+
+
+def take(self, apply, gradients):
+    if kind != "Keras on torch":
+        wait = tf.cond(stuck, lambda: of_tensorflow.allreduce(0.0, name="never"), lambda: 0.0)
+        gradients = [*gradients, wait]
+    elif due("some") and hvd.rank() == 0:
+        hororing.numpy.allreduce(np.zeros(1), name="never")
+    taken(self, apply, gradients)
+
+
+Stepper.take = take
+
+
+class Counting(keras.layers.Layer):
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs, training=False):
+        if training:
+            self.calls.assign_add(1.0)
+        return inputs
+
+
+class Total(keras.losses.Loss):
+    def call(self, labels, outputs):
+        return outputs
+
+
+hvd.init()
+model = keras.Sequential([keras.layers.Embedding(COUNT, 1, "zeros"), Counting()])
+model.build((None, 1))
+optimizer = keras.optimizers.SGD(1.0)
+if kind == "Keras on TensorFlow":
+    from hororing.toolkit.keras.optim import HierarchicalSGD
+
+    try:
+        HierarchicalSGD(keras.optimizers.SGD(1.0), period_group_size_dict={2: "world"})
+    except ValueError as error:
+        assert "not in an elastic job" in str(error), error
+    else:
+        raise AssertionError
+if kind == "tape":
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, epoch=0, done=0, began=0, steps=0)
+else:
+    optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Sum)
+    model.compile(optimizer, Total(reduction="sum"))
+    state = hvd.elastic.KerasState(model, epoch=0, done=0, began=0, steps=0)
+tell_of_syncs()
+
+
+class Account(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        before_step()
+        if kind != "Keras on torch":
+            stuck.assign(due("some") and hvd.rank() == 0)
+
+    def on_train_batch_end(self, batch, logs=None):
+        after_step()
+        hororing.numpy.allreduce(np.zeros(1), name="loss")
+        state.steps += 1
+        state.done = min(state.done + BATCH * state.ranks_in_step, COUNT)
+
+
+if kind == "tape":
+
+    @tf.function
+    def step(batch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(batch, training=True))
+        tape = hvd.DistributedGradientTape(tape, op=hvd.Sum)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+
+def steps_with(mine):
+    if kind != "tape":
+        commit = hvd.elastic.CommitStateCallback(state, batches_per_commit=10**6)
+        model.fit(
+            mine[:, None], np.zeros((len(mine), 1)), batch_size=BATCH, epochs=1, shuffle=False,
+            verbose=0, callbacks=[Account(), commit],
+        )
+        return
+    account = Account()
+    for at in range(0, len(mine), BATCH):
+        account.on_train_batch_begin(at)
+        step(tf.constant(mine[at : at + BATCH, None]))
+        account.on_train_batch_end(at)
+        state.check_host_updates()
+
+
+@hvd.elastic.run
+def train(state):
+    print("world", hvd.elastic.history()[-1].generation, hvd.rank(), hvd.size(), flush=True)
+    assert state.keeps_steps
+    while True:
+        if state.done == 0:
+            state.began = len(hvd.elastic.history()[-1].members)
+        if state.done < COUNT:
+            steps_with(np.array(share_of(range(state.done, COUNT), hvd.rank(), hvd.size())))
+        state.epoch += 1
+        state.done = 0
+        if state.began == 2:
+            return
+
+
+train(state)
+times = sorted(set(np.rint(-model.get_weights()[0]).astype(int).ravel().tolist()))
+end(times, int(model.layers[1].calls), int(optimizer.iterations))
 """
 
 
-@pytest.mark.timeout(120)
-def test_no_step_is_lost_or_taken_twice_whenever_a_rank_dies(tmp_path: Path):
-    pytest.importorskip("torch")
+KINDS = ["torch", "Keras on torch", "Keras on TensorFlow", "tape"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", tiers.choose(KINDS, push=["torch"]))
+def test_no_step_is_lost_or_taken_twice_whenever_a_rank_dies(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("torch" if kind.endswith("torch") else "tensorflow")
+    script = DEATHS + (TORCH if kind == "torch" else KERAS)
+    if kind != "torch":
+        pytest.importorskip("keras")
+        # On a busy machine four processes take a minute to import TensorFlow.
+        monkeypatch.setattr(elastic_ranks, "DEADLINE_S", 240.0)
     with ElasticJob(np=4, min_np=1, max_np=4) as job:
         for _ in range(4):
-            job.start(str(tmp_path), script=SCRIPT)
+            job.start(kind, str(tmp_path), script=script)
         job.wait(lambda: len(job.worlds()) == 4)
         last = job.process_of(0)
-        new = job.start(str(tmp_path), script=SCRIPT)
+        new = job.start(kind, str(tmp_path), script=script)
         ends = job.ends(last, new)
         assert ends[0] == ends[1], job.lines
         _, once, *steps = ends[0].split()
         assert once == "True", job.lines
-        assert len({float(each) for each in steps}) == 1, steps
+        assert len(set(steps)) == 1, steps
         told = [(each.step, len(each.members)) for each in job.worlds()]
         # The step that nobody has applied is done again; the others are not.
         assert told[:4] == [(0, 4), (2, 3), (6, 2), (9, 1)]
@@ -186,13 +348,8 @@ print("end", [each.double().sum().item() for each in model.parameters()], flush=
 def test_other_optimizers_go_on_with_other_ranks(kind: str):  # full tier, 10 s each
     pytest.importorskip("torch")
     with ElasticJob(np=2, min_np=1, max_np=2) as job:
-        for _ in range(2):
-            job.start(kind, script=OTHERS)
-        job.wait(lambda: all(job.started(each, 1) for each in range(2)))
-        killed = job.process_of(1)
-        job.ranks[killed].kill()
-        job.wait(lambda: job.started(1 - killed, 2))
-        ends = job.ends(1 - killed, job.start(kind, script=OTHERS))
+        job.begin(2, kind, script=OTHERS)
+        ends = job.ends(*job.kill(1), job.start(kind, script=OTHERS))
         assert ends[0] == ends[1]
         assert "nan" not in ends[0]
 

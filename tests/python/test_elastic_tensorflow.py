@@ -56,13 +56,8 @@ print("end", state.step, float(weight), table.numpy().sum(), flush=True)
 
 def test_a_compiled_step_goes_on_with_other_ranks():
     with ElasticJob(np=3, min_np=2, max_np=3) as job:
-        for _ in range(3):
-            job.start(script=SCRIPT)
-        job.wait(lambda: all(job.started(each, 1) for each in range(3)))
-        killed = job.process_of(0)
-        job.ranks[killed].kill()
-        rest = sorted({0, 1, 2} - {killed})
-        job.wait(lambda: all(job.started(each, 2) for each in rest))
+        job.begin(3, script=SCRIPT)
+        rest = job.kill(0)
         new = job.start(script=SCRIPT)
         ends = job.ends(*rest, new)
         assert len(set(ends)) == 1, ends

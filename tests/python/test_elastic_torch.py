@@ -106,10 +106,7 @@ def test_training_goes_on_without_a_rank_and_with_a_new_one(rank: int, script: s
         for host in ("one", "two", "two"):
             job.start(script=script, HORORING_HOSTNAME=host)
         job.wait(lambda: all(job.started(each, 1) for each in range(3)))
-        killed = job.process_of(rank)
-        job.ranks[killed].kill()
-        rest = sorted({0, 1, 2} - {killed})
-        job.wait(lambda: all(job.started(each, 2) for each in rest))
+        rest = job.kill(rank)
         new = job.start(script=script, HORORING_HOSTNAME="two")  # which has the state
         ends = job.ends(*rest, new)
         assert ends[0].startswith("end done")

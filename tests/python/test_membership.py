@@ -17,14 +17,9 @@ from hororing.rendezvous.generations import Done, Joined
 def test_survivors_go_on_in_the_same_processes_and_a_newcomer_joins(tmp_path: Path, transport: str):
     stop = tmp_path / "stop"
     with ElasticJob(np=3, max_np=3) as job:
-        for _ in range(3):
-            job.start(str(stop), HORORING_TRANSPORT=transport)
-        job.wait(lambda: all(job.started(each, 1) for each in range(3)))
+        job.begin(3, str(stop), HORORING_TRANSPORT=transport)
         # Rank 0, whatever it has, is not special.
-        first = job.process_of(0)
-        job.ranks[first].kill()
-        rest = sorted({0, 1, 2} - {first})
-        job.wait(lambda: all(job.started(each, 2) for each in rest))
+        rest = job.kill(0)
         assert job.lost()[0].rank == 0
         for each in rest:
             assert "error PeerLostError 0" in job.lines[each]
@@ -51,9 +46,7 @@ def test_a_stopped_process_is_declared_lost_and_comes_back_as_a_newcomer(
     """Its connections stay open: only that it is silent tells."""
     stop = tmp_path / "stop"
     with ElasticJob(np=3, max_np=3, peer_timeout_s=2.0) as job:
-        for _ in range(3):
-            job.start(str(stop), HORORING_TRANSPORT=transport)
-        job.wait(lambda: all(job.started(each, 1) for each in range(3)))
+        job.begin(3, str(stop), HORORING_TRANSPORT=transport)
         last = job.process_of(2)
         uid = job.worlds()[0].members[2].uid
         job.ranks[last].send_signal(signal.SIGSTOP)
@@ -74,9 +67,7 @@ def test_a_stopped_process_is_declared_lost_and_comes_back_as_a_newcomer(
 
 def test_the_end_of_the_store_ends_the_job(tmp_path: Path):
     with ElasticJob(np=2, min_np=2) as job:
-        for _ in range(2):
-            job.start(str(tmp_path / "stop"))
-        job.wait(lambda: all(job.started(each, 1) for each in range(2)))
+        job.begin(2, str(tmp_path / "stop"))
         job.store.stop()
         for each in range(2):
             job.wait(lambda each=each: "error TransportError" in job.lines[each])
@@ -101,9 +92,7 @@ def test_a_process_whose_host_was_taken_away_ends_without_an_error(tmp_path: Pat
 def test_a_second_death_while_a_generation_forms(tmp_path: Path):
     stop = tmp_path / "stop"
     with ElasticJob(np=3) as job:
-        for _ in range(3):
-            job.start(str(stop))
-        job.wait(lambda: all(job.started(each, 1) for each in range(3)))
+        job.begin(3, str(stop))
         job.ranks[0].kill()
         job.wait(
             lambda: any(line.startswith("error") for each in (1, 2) for line in job.lines[each])

@@ -22,8 +22,8 @@ import pytest
 import session
 import torch
 from test_interrupts import interrupted
-from test_torch_optimizer import batches, network, plain_sgd, sgd, share, squares, start
 from torch import nn
+from torch_training import batches, network, plain_sgd, sgd, share, squares, start
 
 import hororing.torch as hvd
 from hororing.bucket_planning import Cost

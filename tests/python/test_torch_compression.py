@@ -21,8 +21,8 @@ import pretend_hosts
 import pytest
 import session
 import torch
-from test_torch_optimizer import assert_equal_on_all_ranks, share, start
 from torch import nn
+from torch_training import assert_equal_on_all_ranks, share, start
 
 import hororing.torch as hvd
 from hororing import logs

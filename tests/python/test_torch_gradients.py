@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import session
 import torch
-from test_torch_optimizer import assert_same, batches, sgd, share, squares, start
 from torch import nn
+from torch_training import assert_same, batches, sgd, share, squares, start
 
 import hororing.torch as hvd
 from hororing.errors import DuplicateNameError

@@ -1,8 +1,4 @@
-"""Training with DistributedOptimizer on N ranks equals training in one process on all the data.
-
-Every rank knows the whole batch, takes its share of it, and trains a twin of the model on all of
-it with the plain optimizer: that is the oracle, which knows nothing of ranks.
-"""
+"""Training with DistributedOptimizer on N ranks equals training in one process on all the data."""
 
 from __future__ import annotations
 
@@ -10,109 +6,45 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
 
-import mpirun
 import pytest
 import session
 import torch
 from torch import nn
+from torch_training import (
+    Make,
+    Twins,
+    assert_equal_on_all_ranks,
+    batches,
+    distributed,
+    network,
+    plain_sgd,
+    sgd,
+    share,
+    squares,
+    start,
+)
 
 import hororing.torch as hvd
-
-BATCH = 24  # a multiple of 1, 2, 3 and 4 ranks
-STEPS = 6
-TOLERANCE = 1e-12  # sums of at most 24 numbers of about 1, in another order
-
-Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
-Make = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
-
-
-def start() -> None:
-    hvd.init()
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(mpirun.seed())
-
-
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
-
-
-def batches(steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(torch.randn(BATCH, 5), torch.randn(BATCH, 3)) for _ in range(steps)]
-
-
-def share(whole: torch.Tensor, rank: int | None = None) -> torch.Tensor:
-    return whole[hvd.rank() if rank is None else rank :: hvd.size()]
-
-
-def squares(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(model(inputs), targets)
+from hororing.process_sets import ProcessSet, register, unregister
 
 
 def gradients_by_rank(
-    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss = squares
+    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor
 ) -> list[list[torch.Tensor]]:
     """What backward gives on each rank, before anything is reduced."""
     result = []
     for rank in range(hvd.size()):
         twin = copy.deepcopy(model)
-        loss(twin, share(inputs, rank), share(targets, rank)).backward()
-        result.append(
-            [torch.zeros_like(p) if p.grad is None else p.grad for p in twin.parameters()]
-        )
+        squares(twin, share(inputs, rank), share(targets, rank)).backward()
+        result.append([param.grad for param in twin.parameters()])
     return result
 
 
-def assert_same(model: nn.Module, twin: nn.Module, tolerance: float = TOLERANCE) -> None:
-    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(
-            mine, theirs, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
-        )
-    assert_equal_on_all_ranks(*model.parameters())
-
-
-def assert_equal_on_all_ranks(*tensors: torch.Tensor) -> None:
-    """Bit for bit."""
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    everywhere = hvd.allgather(flat.unsqueeze(0))
-    assert all(torch.equal(row, flat) for row in everywhere)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, data, loss: Loss = squares) -> None:
-    for inputs, targets in data:
-        optimizer.zero_grad()
-        loss(model, share(inputs), share(targets)).backward()
-        optimizer.step()
-
-
-def train_alone(
-    model: nn.Module, optimizer: torch.optim.Optimizer, data, loss: Loss = squares
-) -> None:
-    for inputs, targets in data:
-        optimizer.zero_grad()
-        loss(model, inputs, targets).backward()
-        optimizer.step()
-
-
-def assert_trains_as_alone(make: Make, named: bool = True, **options: object) -> None:
-    model = network()
-    twin = copy.deepcopy(model)
-    optimizer = make(model.parameters())
-    names = model.named_parameters() if named else None
-    assert hvd.DistributedOptimizer(optimizer, names, **options) is optimizer
-    data = batches()
-    train(model, optimizer, data)
-    train_alone(twin, make(twin.parameters()), data)
-    assert_same(model, twin)
-
-
-sgd = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-
-
-def plain_sgd(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
+def assert_trains_as_alone(make: Make = sgd, **options: object) -> None:
+    twins = Twins(make, **options)
+    twins.train()
+    twins.check()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -136,7 +68,7 @@ def case_adam_and_adamw_train_as_one_process():
 
 
 def case_names_are_not_needed():
-    assert_trains_as_alone(sgd, named=False)
+    assert_trains_as_alone(named=False)
     model = network()
     optimizer = hvd.DistributedOptimizer(plain_sgd(model.parameters()))
     another = hvd.DistributedOptimizer(plain_sgd(network().parameters()))
@@ -145,34 +77,23 @@ def case_names_are_not_needed():
 
 
 def case_parameter_groups_keep_their_options():
-    model = network()
-    twin = copy.deepcopy(model)
-
-    def make(module: nn.Module) -> torch.optim.Optimizer:
-        slow, fast = list(module.parameters())[:3], list(module.parameters())[3:]
+    def make(params) -> torch.optim.Optimizer:
+        slow, fast = (params := list(params))[:3], params[3:]
         return torch.optim.SGD(
             [{"params": slow, "lr": 0.01}, {"params": fast, "momentum": 0.5}], lr=0.1
         )
 
-    data = batches()
-    train(model, hvd.DistributedOptimizer(make(model), model.named_parameters()), data)
-    train_alone(twin, make(twin), data)
-    assert_same(model, twin)
+    assert_trains_as_alone(make)
 
 
 def case_groups_do_not_change_the_result():
     for groups in (1, 2, 5, 1000):
-        assert_trains_as_alone(sgd, groups=groups)
+        assert_trains_as_alone(groups=groups)
     for pick in ([[0, 5], [1, 2]], [(4, 2, 0)], [[index] for index in range(6)]):
         model = network()
-        twin = copy.deepcopy(model)
         params = list(model.parameters())
         groups = [type(positions)(params[at] for at in positions) for positions in pick]
-        optimizer = hvd.DistributedOptimizer(sgd(params), model.named_parameters(), groups=groups)
-        data = batches()
-        train(model, optimizer, data)
-        train_alone(twin, sgd(twin.parameters()), data)
-        assert_same(model, twin)
+        assert_trains_as_alone(model=model, groups=groups)
 
 
 def case_a_group_has_one_order_although_its_gradients_arrive_in_another_on_each_rank():
@@ -189,7 +110,7 @@ def case_a_group_has_one_order_although_its_gradients_arrive_in_another_on_each_
 
 def case_num_groups_works_and_warns():
     with pytest.warns(DeprecationWarning, match="num_groups.*use `groups`"):
-        assert_trains_as_alone(sgd, num_groups=2)
+        assert_trains_as_alone(num_groups=2)
     with (
         pytest.warns(DeprecationWarning, match="num_groups"),
         pytest.raises(ValueError, match="exclude each other"),
@@ -204,8 +125,8 @@ def case_num_groups_works_and_warns():
 
 def case_a_predivide_factor_does_not_change_the_average():
     for factor in (0.5, 3.0, float(hvd.size())):
-        assert_trains_as_alone(sgd, gradient_predivide_factor=factor)
-        assert_trains_as_alone(sgd, gradient_predivide_factor=factor, groups=2)
+        assert_trains_as_alone(gradient_predivide_factor=factor)
+        assert_trains_as_alone(gradient_predivide_factor=factor, groups=2)
 
 
 def case_a_predivide_factor_prevents_overflow_of_float16():
@@ -225,9 +146,7 @@ def case_a_predivide_factor_prevents_overflow_of_float16():
 
 
 def reduced_gradients(model: nn.Module, inputs, targets, **options) -> list[torch.Tensor]:
-    optimizer = hvd.DistributedOptimizer(
-        plain_sgd(model.parameters()), model.named_parameters(), **options
-    )
+    optimizer = distributed(model, plain_sgd, **options)
     squares(model, share(inputs), share(targets)).backward()
     optimizer.synchronize()
     result = [param.grad for param in model.parameters()]
@@ -292,7 +211,7 @@ def case_any_class_with_two_functions_is_a_compressor():
             assert tensor.shape == ctx
             return tensor * 2
 
-    assert_trains_as_alone(sgd, compression=Halved)
+    assert_trains_as_alone(compression=Halved)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -301,50 +220,21 @@ def case_any_class_with_two_functions_is_a_compressor():
 
 def case_gradients_add_up_over_backward_passes():
     for groups in (None, 2):
-        model = network()
-        twin = copy.deepcopy(model)
-        optimizer = hvd.DistributedOptimizer(
-            sgd(model.parameters()),
-            model.named_parameters(),
-            backward_passes_per_step=3,
-            groups=groups,
-        )
-        plain = sgd(twin.parameters())
-
-        def step(passes: int, model=model, twin=twin, optimizer=optimizer, plain=plain) -> None:
-            optimizer.zero_grad()
-            plain.zero_grad()
-            for inputs, targets in batches(passes):
-                squares(model, share(inputs), share(targets)).backward()
-                squares(twin, inputs, targets).backward()
-            optimizer.step()
-            plain.step()
-            assert_same(model, twin)
-
-        step(3)
-        step(3)
-        step(2)  # fewer are fine: step() sends what is there
-        step(3)
-        optimizer.set_backward_passes_per_step(2)
-        assert optimizer.backward_passes_per_step == 2
-        step(2)
-        step(2)
-        optimizer.set_backward_passes_per_step(1)
-        step(1)
-        optimizer.set_backward_passes_per_step(4)
-        step(4)
+        twins = Twins(backward_passes_per_step=3, groups=groups)
+        # Fewer are fine: step() sends what is there.
+        for told, made in ((3, [3, 3, 2, 3]), (2, [2, 2]), (1, [1]), (4, [4])):
+            twins.optimizer.set_backward_passes_per_step(told)
+            assert twins.optimizer.backward_passes_per_step == told
+            for passes in made:
+                twins.train(1, passes)
+                twins.check()
 
 
 def case_one_backward_pass_too_many_is_refused_by_name():
     """Where it would sum sums. Averages may be averaged again (test_torch_backward.py)."""
     for passes in (1, 2):
         model = network()
-        optimizer = hvd.DistributedOptimizer(
-            sgd(model.parameters()),
-            model.named_parameters(),
-            backward_passes_per_step=passes,
-            op=hvd.Sum,
-        )
+        optimizer = distributed(model, backward_passes_per_step=passes, op=hvd.Sum)
         inputs, targets = batches(1)[0]
         for _ in range(passes):
             squares(model, inputs, targets).backward()
@@ -361,9 +251,7 @@ def case_one_backward_pass_too_many_is_refused_by_name():
 
 def case_zero_grad_between_passes_starts_over():
     model = network()
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(), backward_passes_per_step=2
-    )
+    optimizer = distributed(model, backward_passes_per_step=2)
     ((inputs, targets),) = batches(1)
     squares(model, inputs, targets).backward()
     optimizer.zero_grad()
@@ -377,72 +265,57 @@ def case_zero_grad_between_passes_starts_over():
 
 
 def case_gradients_may_be_clipped_between_synchronize_and_step():
-    model = network()
-    twin = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    plain = sgd(twin.parameters())
+    twins = Twins()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for inputs, targets in batches():
-            optimizer.zero_grad()
-            squares(model, share(inputs), share(targets)).backward()
-            optimizer.synchronize()
-            mine = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-            plain.zero_grad()
-            squares(twin, inputs, targets).backward()
-            theirs = nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
-            plain.step()
+        for batch in batches():
+            twins.zero_grad()
+            twins.backward(*batch)
+            twins.optimizer.synchronize()
+            mine, theirs = (
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                for model in (twins.model, twins.twin)
+            )
+            with twins.optimizer.skip_synchronize():
+                twins.step()
             assert theirs > 0.05
             assert math.isclose(mine, theirs, rel_tol=1e-12)
-    assert_same(model, twin)
+    twins.check()
 
 
 def case_step_after_synchronize_warns_and_does_not_reduce_again():
-    model = network()
-    twin = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(
-        plain_sgd(model.parameters()), model.named_parameters(), op=hvd.Sum
-    )
+    twins = Twins(plain_sgd, op=hvd.Sum)
     ((inputs, targets),) = batches(1)
-    squares(model, share(inputs), share(targets)).backward()
-    optimizer.synchronize()
+    twins.backward(inputs, targets)
+    twins.optimizer.synchronize()
     if hvd.size() > 1:
         # Horovod's words: scripts filter them.
         words = r"optimizer\.step\(\) called without optimizer\.skip_synchronize\(\)"
         with pytest.warns(UserWarning, match=words) as caught:
-            optimizer.step()
+            twins.optimizer.step()
         assert caught[0].filename == __file__
     else:
-        optimizer.step()
+        twins.optimizer.step()
+    twins.plain.step()
+    twins.check()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer.zero_grad()
-        plain = plain_sgd(twin.parameters())
-        # A mean over all is an N-th of the sum of the ranks' means.
-        (hvd.size() * squares(twin, inputs, targets)).backward()
-        plain.step()
-        assert_same(model, twin)
-        squares(model, share(inputs), share(targets)).backward()
-        optimizer.step()
+        twins.optimizer.zero_grad()
+        squares(twins.model, share(inputs), share(targets)).backward()
+        twins.optimizer.step()
 
 
 def case_skip_synchronize_needs_no_synchronize():
-    model = network()
-    twin = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    ((inputs, targets),) = batches(1)
-    squares(model, share(inputs), share(targets)).backward()
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    train_alone(twin, sgd(twin.parameters()), [(inputs, targets)])
-    assert_same(model, twin)
+    twins = Twins()
+    twins.backward(*batches(1)[0])
+    with twins.optimizer.skip_synchronize():
+        twins.step()
+    twins.check()
 
 
 def case_zero_grad_after_backward_drops_the_gradients():
     model = network()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    optimizer = distributed(model)
     ((inputs, targets),) = batches(1)
     squares(model, share(inputs), share(targets)).backward()
     assert_equal_on_all_ranks(*(param.grad for param in model.parameters()))
@@ -456,9 +329,7 @@ def case_synchronize_twice_reduces_once():
     model = network()
     ((inputs, targets),) = batches(1)
     expected = gradients_by_rank(model, inputs, targets)
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(), op=hvd.Sum
-    )
+    optimizer = distributed(model, op=hvd.Sum)
     squares(model, share(inputs), share(targets)).backward()
     optimizer.synchronize()
     optimizer.synchronize()
@@ -467,6 +338,32 @@ def case_synchronize_twice_reduces_once():
 
 
 # ---------------------------------------------------------------------------------------------
+# op=Adasum on other numbers of ranks than in test_torch_adasum_optimizer.py
+
+
+def case_adasum_on_one_rank_trains_as_without_it():
+    if hvd.size() > 1:
+        return
+    twins = Twins(op=hvd.Adasum)
+    twins.train()
+    twins.check(0)
+    with twins.optimizer.skip_synchronize():
+        twins.optimizer.step()
+
+
+def case_adasum_on_three_ranks_in_process_sets_and_with_predivide_is_refused():
+    optimizer = sgd(network().parameters())
+    if hvd.size() == 3:
+        with pytest.raises(NotImplementedError, match="power of two, not 3"):
+            hvd.DistributedOptimizer(optimizer, op=hvd.Adasum)
+    if hvd.size() > 1:
+        others = register(ProcessSet(range(hvd.size() - 1)))
+        with pytest.raises(NotImplementedError, match="not in a process set"):
+            hvd.DistributedOptimizer(optimizer, op=hvd.Adasum, process_set=others)
+        unregister(others)
+    with pytest.raises(ValueError, match="op=Average only"):
+        hvd.DistributedOptimizer(optimizer, op=hvd.Adasum, gradient_predivide_factor=2.0)
+    assert type(optimizer) is torch.optim.SGD
 
 
 test_on_ranks = session.on_ranks(globals(), 1, 2, 3, 4, push=[1, 3], session="torch")

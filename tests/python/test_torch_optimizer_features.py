@@ -1,7 +1,7 @@
 """DistributedOptimizer and what scripts do with an optimizer: branches, freezing, schedulers,
 scalers, closures, checkpoints, copies, sparse gradients, mistakes.
 
-Oracles as in test_torch_optimizer.py: every rank computes what all ranks compute.
+Oracles are those of torch_training.py: every rank computes what all ranks compute.
 """
 
 from __future__ import annotations
@@ -14,50 +14,40 @@ import json
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import session
 import torch
 from configured import made_at_once
-from test_torch_optimizer import (
+from torch import nn
+from torch_training import (
     BATCH,
+    Careless,
+    Twins,
+    Words,
     assert_equal_on_all_ranks,
     assert_same,
+    average_gradients,
+    backward,
     batches,
+    distributed,
     network,
+    outputs_squared,
     plain_sgd,
     sgd,
     share,
     squares,
     start,
     train,
-    train_alone,
+    word_batches,
 )
-from torch import nn
 
 import hororing.torch as hvd
 from hororing.errors import MismatchError
 
-RankLoss = Callable[[nn.Module, int], torch.Tensor]
 WAIT_S = 30
-
-
-def average_gradients(twin: nn.Module, loss: RankLoss) -> None:
-    """Leave the average of all ranks' gradients in `twin`; zero where there is none."""
-    sums = [torch.zeros_like(param) for param in twin.parameters()]
-    for rank in range(hvd.size()):
-        twin.zero_grad()
-        value = loss(twin, rank)
-        if value.requires_grad:
-            value.backward()
-        for total, param in zip(sums, twin.parameters(), strict=True):
-            if param.grad is not None:
-                total += param.grad
-    for total, param in zip(sums, twin.parameters(), strict=True):
-        if param.requires_grad:
-            param.grad = total / hvd.size()
 
 
 class TwoHeads(nn.Module):
@@ -81,56 +71,39 @@ def case_start():
 
 def case_ranks_may_run_different_branches():
     for options in ({}, {"groups": 2}, {"groups": 1}, {"compression": hvd.Compression.none}):
-        model = TwoHeads()
-        twin = copy.deepcopy(model)
         if hvd.size() == 1:
             break  # one rank leaves gradients that are not there alone
-        optimizer = hvd.DistributedOptimizer(
-            sgd(model.parameters(), weight_decay=0.1), model.named_parameters(), **options
-        )
-        plain = sgd(twin.parameters(), weight_decay=0.1)
+        twins = Twins(functools.partial(sgd, weight_decay=0.1), TwoHeads(), **options)
         for step, (inputs, _) in enumerate(batches()):
-
-            def loss(module, rank, step=step, inputs=inputs):
-                return module(share(inputs, rank), (rank + step) % 2).square().mean()
-
-            optimizer.zero_grad()
-            loss(model, hvd.rank()).backward()
-            optimizer.step()
-            assert not model.idle.weight.grad.any()
-            average_gradients(twin, loss)
-            plain.step()
-        assert_same(model, twin)
+            twins.train_by_rank(
+                lambda module, rank, step=step, inputs=inputs: (
+                    module(share(inputs, rank), (rank + step) % 2).square().mean()
+                )
+            )
+            assert not twins.model.idle.weight.grad.any()
+        twins.check()
 
 
 def case_a_listed_group_waits_for_nobody_who_has_no_gradient():
     if hvd.size() == 1:
         return
     model = TwoHeads()
-    twin = copy.deepcopy(model)
     first, second = model.heads
     groups = [[first.weight, second.weight], [second.bias, model.body.bias, first.bias]]
-    optimizer = hvd.DistributedOptimizer(
-        plain_sgd(model.parameters()), model.named_parameters(), groups=groups
-    )
-    plain = plain_sgd(twin.parameters())
+    twins = Twins(plain_sgd, model, groups=groups)
     for inputs, _ in batches(3):
-
-        def loss(module, rank, inputs=inputs):
-            return module(share(inputs, rank), 0 if rank == 0 else 1).square().mean()
-
-        optimizer.zero_grad()
-        loss(model, hvd.rank()).backward()
-        optimizer.step()
-        average_gradients(twin, loss)
-        plain.step()
-    assert_same(model, twin)
+        twins.train_by_rank(
+            lambda module, rank, inputs=inputs: (
+                module(share(inputs, rank), int(rank > 0)).square().mean()
+            )
+        )
+    twins.check()
 
 
 def case_a_step_without_any_backward_pass_is_harmless():
     model = network()
     before = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    optimizer = distributed(model)
     optimizer.step()
     optimizer.zero_grad()
     optimizer.step()
@@ -140,20 +113,13 @@ def case_a_step_without_any_backward_pass_is_harmless():
 def case_frozen_parameters_may_thaw_and_freeze_again():
     for options in ({}, {"groups": 2}):
         model = network()
-        twin = copy.deepcopy(model)
         model[0].requires_grad_(False)
-        twin[0].requires_grad_(False)
-        optimizer = hvd.DistributedOptimizer(
-            plain_sgd(model.parameters()), model.named_parameters(), **options
-        )
-        plain = plain_sgd(twin.parameters())
+        twins = Twins(plain_sgd, model, **options)
         for layer, live in ((0, False), (0, True), (2, False), (2, True)):
             model[layer].requires_grad_(live)
-            twin[layer].requires_grad_(live)
-            data = batches(2)
-            train(model, optimizer, data)
-            train_alone(twin, plain, data)
-            assert_same(model, twin)
+            twins.twin[layer].requires_grad_(live)
+            twins.train(2)
+            twins.check()
         if hvd.size() > 1 and not options:
             assert all(param._post_accumulate_grad_hooks for param in model.parameters())
 
@@ -173,9 +139,7 @@ def case_odd_tensors_are_parameters_too():
 
     for options in ({}, {"groups": 1}):
         model = Odd()
-        optimizer = hvd.DistributedOptimizer(
-            plain_sgd(model.parameters()), model.named_parameters(), **options
-        )
+        optimizer = distributed(model, plain_sgd, **options)
         model(torch.full((2,), float(hvd.rank()))).backward()
         optimizer.synchronize()
         mean = (hvd.size() - 1) / 2
@@ -185,27 +149,19 @@ def case_odd_tensors_are_parameters_too():
 
 
 def case_gradients_need_not_have_the_layout_of_their_parameter():
+    def loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        if model[0].weight.is_contiguous(memory_format=torch.channels_last):
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        return outputs_squared(model, inputs)
+
     inputs = torch.randn(BATCH, 3, 6, 6)
     for options in ({}, {"groups": 2}, {"compression": hvd.Compression.fp16}):
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3))
-        twin = copy.deepcopy(model)
+        twins = Twins(plain_sgd, model, loss=loss, **options)
         if hvd.rank() % 2 == 0:
             model.to(memory_format=torch.channels_last)
-        optimizer = hvd.DistributedOptimizer(
-            plain_sgd(model.parameters()), model.named_parameters(), **options
-        )
-        plain = plain_sgd(twin.parameters())
-        for _ in range(3):
-            optimizer.zero_grad()
-            given = share(inputs)
-            if hvd.rank() % 2 == 0:
-                given = given.contiguous(memory_format=torch.channels_last)
-            model(given).square().mean().backward()
-            optimizer.step()
-            plain.zero_grad()
-            twin(inputs).square().mean().backward()
-            plain.step()
-        assert_same(model, twin, 1e-3 if "compression" in options else 1e-12)
+        twins.train(3, draw=lambda _: [(inputs,)])
+        twins.check(1e-3 if "compression" in options else 1e-12)
 
 
 def case_a_gradient_may_be_a_view_with_holes():
@@ -225,20 +181,6 @@ def case_a_gradient_may_be_a_view_with_holes():
 # Sparse gradients
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 4, sparse=True)
-        self.out = nn.Linear(4, 2)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.out(self.table(words))
-
-
-def word_batches(steps: int) -> list[torch.Tensor]:
-    return [torch.randint(0, 10, (BATCH,)) for _ in range(steps)]
-
-
 def case_sparse_gradients_are_reduced():
     for options in (
         {},
@@ -248,73 +190,41 @@ def case_sparse_gradients_are_reduced():
         {"op": hvd.Sum},
         {"backward_passes_per_step": 2},
     ):
-        model = Words()
-        twin = copy.deepcopy(model)
-        optimizer = hvd.DistributedOptimizer(
-            plain_sgd(model.parameters()), model.named_parameters(), **options
-        )
-        plain = plain_sgd(twin.parameters())
-        factor = hvd.size() if options.get("op") == hvd.Sum else 1
+        twins = Twins(plain_sgd, Words(), loss=outputs_squared, **options)
         for _ in range(3):
-            optimizer.zero_grad()
-            plain.zero_grad()
-            for words in word_batches(options.get("backward_passes_per_step", 1)):
-                model(share(words)).square().mean().backward()
-                (factor * twin(words).square().mean()).backward()
-            optimizer.step()
-            plain.step()
-            assert model.table.weight.grad.is_sparse
-            assert_same(model, twin)
+            twins.train(1, options.get("backward_passes_per_step", 1), word_batches)
+            assert twins.model.table.weight.grad.is_sparse
+            twins.check()
 
 
 def case_sparse_adam_works():
-    model, twin = (nn.Embedding(10, 4, sparse=True) for _ in range(2))
-    twin.load_state_dict(model.state_dict())
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SparseAdam(model.parameters()), model.named_parameters()
-    )
-    plain = torch.optim.SparseAdam(twin.parameters())
-    for words in word_batches(4):
-        optimizer.zero_grad()
-        plain.zero_grad()
-        model(share(words)).square().mean().backward()
-        twin(words).square().mean().backward()
-        optimizer.step()
-        plain.step()
-    assert_same(model, twin)
+    twins = Twins(torch.optim.SparseAdam, nn.Embedding(10, 4, sparse=True), loss=outputs_squared)
+    twins.train(4, draw=word_batches)
+    twins.check()
 
 
 def case_a_rank_without_a_sparse_gradient_takes_part():
     if hvd.size() == 1:
         return
     for as_dense in (True, False):
-        model = Words()
-        twin = copy.deepcopy(model)
-        optimizer = hvd.DistributedOptimizer(
-            plain_sgd(model.parameters()), model.named_parameters(), sparse_as_dense=as_dense
-        )
-        plain = plain_sgd(twin.parameters())
-        for step, words in enumerate(word_batches(4)):
+        twins = Twins(plain_sgd, Words(), sparse_as_dense=as_dense)
+        for step, (words,) in enumerate(word_batches(4)):
 
             def loss(module, rank, step=step, words=words):
                 if rank == 0 and step % 2 == 1:
                     return module.out.weight.square().mean()
                 return module(share(words, rank)).square().mean()
 
-            optimizer.zero_grad()
-            loss(model, hvd.rank()).backward()
-            optimizer.step()
-            average_gradients(twin, loss)
-            plain.step()
-            assert_same(model, twin)
+            twins.train_by_rank(loss)
+            twins.check()
 
 
 def case_a_rank_that_never_had_a_sparse_gradient_gets_an_error_with_the_others():
     if hvd.size() == 1:
         return
     model = Words()
-    optimizer = hvd.DistributedOptimizer(plain_sgd(model.parameters()), model.named_parameters())
-    words = word_batches(1)[0]
+    optimizer = distributed(model, plain_sgd)
+    words = word_batches(1)[0][0]
     loss = model.out.weight.square().mean() if hvd.rank() == 0 else model(words).square().mean()
     with pytest.raises(MismatchError, match=r"table\.weight"):
         loss.backward()
@@ -327,11 +237,9 @@ def case_a_sparse_gradient_in_a_group_is_refused():
     if hvd.size() == 1:
         return
     model = Words()
-    optimizer = hvd.DistributedOptimizer(
-        plain_sgd(model.parameters()), model.named_parameters(), groups=1
-    )
+    optimizer = distributed(model, plain_sgd, groups=1)
     with pytest.raises(ValueError, match=r"'table\.weight' is sparse and in a group"):
-        model(word_batches(1)[0]).square().mean().backward()
+        outputs_squared(model, *word_batches(1)[0]).backward()
     with pytest.raises(ValueError, match="sparse_as_dense=True"):
         optimizer.step()
 
@@ -341,17 +249,13 @@ def case_a_sparse_gradient_in_a_group_is_refused():
 
 
 def case_two_optimizers_train_two_models():
-    models = [network(), network()]
+    models = nn.ModuleList([network(), network()])
     twins = copy.deepcopy(models)
-    optimizers = [
-        hvd.DistributedOptimizer(
-            make(model.parameters()), [(f"{index}.{n}", p) for n, p in model.named_parameters()]
-        )
-        for index, (make, model) in enumerate(zip((sgd, plain_sgd), models, strict=True))
-    ]
-    plains = [make(twin.parameters()) for make, twin in zip((sgd, plain_sgd), twins, strict=True)]
+    makes = (sgd, plain_sgd)
+    optimizers = [distributed(models[at], makes[at], f"{at}.") for at in range(2)]
+    plains = [makes[at](twins[at].parameters()) for at in range(2)]
 
-    def chained(pair: Sequence[nn.Module], inputs, targets) -> torch.Tensor:
+    def chained(pair: nn.ModuleList, inputs, targets) -> torch.Tensor:
         return sum(squares(model, inputs, targets) for model in pair)
 
     for inputs, targets in batches():
@@ -361,8 +265,7 @@ def case_two_optimizers_train_two_models():
         chained(twins, inputs, targets).backward()
         for optimizer in (*reversed(optimizers), *plains):
             optimizer.step()
-    for model, twin in zip(models, twins, strict=True):
-        assert_same(model, twin)
+    assert_same(models, twins)
 
 
 def case_two_optimizers_may_share_a_parameter():
@@ -389,21 +292,21 @@ def case_two_optimizers_may_share_a_parameter():
 
 
 def case_one_model_may_change_its_optimizer():
-    model = network()
-    twin = copy.deepcopy(model)
-    for make in (sgd, plain_sgd, functools.partial(torch.optim.Adam, lr=0.01)):
+    twins = Twins()
+    for make in (plain_sgd, functools.partial(torch.optim.Adam, lr=0.01)):
+        twins.train(3)
+        twins.check()
         # The old one is gone when the new one is made, or only after it.
-        optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters())
+        twins.optimizer = distributed(twins.model, make)
         gc.collect()
-        data = batches(3)
-        train(model, optimizer, data)
-        train_alone(twin, make(twin.parameters()), data)
-        assert_same(model, twin)
+        twins.plain = make(twins.twin.parameters())
+    twins.train(3)
+    twins.check()
 
 
 def case_an_optimizer_that_is_gone_leaves_nothing_behind():
     model = network()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    optimizer = distributed(model)
     inputs, targets = batches(1)[0]
     squares(model, inputs, targets).backward()  # in flight when it goes
     del optimizer
@@ -412,7 +315,7 @@ def case_an_optimizer_that_is_gone_leaves_nothing_behind():
     model.zero_grad()
     squares(model, inputs, targets).backward()
     hvd.barrier()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    optimizer = distributed(model)
     train(model, optimizer, batches(2))
     assert_equal_on_all_ranks(*model.parameters())
 
@@ -451,9 +354,11 @@ def case_schedulers_work_and_do_not_warn():
                 scheduler = make(optimizer)
             also = kinds.ExponentialLR(optimizer, 0.9)
             schedulers = (scheduler, also, make(plain), kinds.ExponentialLR(plain, 0.9))
-            for batch in batches(4):
-                train(model, optimizer, [batch])
-                train_alone(twin, plain, [batch])
+            for inputs, targets in batches(4):
+                train(model, optimizer, [(inputs, targets)])
+                plain.zero_grad()
+                squares(twin, inputs, targets).backward()
+                plain.step()
                 for each in schedulers:
                     each.step()
         assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
@@ -474,7 +379,7 @@ def case_a_scheduler_before_the_first_step_still_warns():
 
 def case_step_hooks_see_reduced_gradients():
     model = network()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    optimizer = distributed(model)
     seen: list[torch.Tensor] = []
     optimizer.register_step_pre_hook(
         lambda optimizer, args, kwargs: seen.append(model[0].weight.grad.clone())
@@ -487,19 +392,17 @@ def case_step_hooks_see_reduced_gradients():
 
 def case_a_scaler_makes_all_ranks_skip_the_same_steps():
     for pattern in ("step", "unscale", "synchronize"):
-        model = network().float()
-        twin = copy.deepcopy(model)
-        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-        plain = sgd(twin.parameters())
+        twins = Twins(model=network().float())
+        model, optimizer = twins.model, twins.optimizer
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
         scale = 1024.0
         for step, (inputs, targets) in enumerate(batches()):
             inputs, targets = inputs.float(), targets.float()
             overflows = step in (1, 4)
             poison = float("inf") if overflows and hvd.rank() == hvd.size() - 1 else 1.0
+            twins.zero_grad()
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                optimizer.zero_grad()
                 loss = squares(model, share(inputs), share(targets))
                 scaler.scale(loss * poison).backward()
                 if pattern == "synchronize":
@@ -513,31 +416,28 @@ def case_a_scaler_makes_all_ranks_skip_the_same_steps():
                 else:
                     scaler.step(optimizer)
                 scaler.update()
-            plain.zero_grad()
-            squares(twin, inputs, targets).backward()
+            squares(twins.twin, inputs, targets).backward()
             if overflows:
                 scale /= 2
             else:
                 if pattern != "step":
-                    nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
-                plain.step()
+                    nn.utils.clip_grad_norm_(twins.twin.parameters(), 0.05)
+                twins.plain.step()
             assert scaler.get_scale() == scale
-            assert_same(model, twin, 2e-6)  # float32
+            twins.check(2e-6)  # float32
 
 
 def case_a_scaler_that_is_off_changes_nothing():
-    model = network()
-    twin = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    twins = Twins()
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    data = batches(3)
-    for inputs, targets in data:
-        optimizer.zero_grad()
-        scaler.scale(squares(model, share(inputs), share(targets))).backward()
-        scaler.step(optimizer)
+    for inputs, targets in batches(3):
+        twins.zero_grad()
+        scaler.scale(squares(twins.model, share(inputs), share(targets))).backward()
+        scaler.step(twins.optimizer)
         scaler.update()
-    train_alone(twin, sgd(twin.parameters()), data)
-    assert_same(model, twin)
+        squares(twins.twin, inputs, targets).backward()
+        twins.plain.step()
+    twins.check()
 
 
 def case_scalers_of_other_optimizers_are_left_alone():
@@ -569,20 +469,21 @@ def case_a_closure_is_called_as_often_as_in_one_process():
         functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=4),
         sgd,
     ):
-        model = network()
-        twin = copy.deepcopy(model)
-        optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters())
-        plain = make(twin.parameters())
+        twins = Twins(make)
+        model, twin = twins.model, twins.twin
         calls: list[nn.Module] = []
         for number, (inputs, targets) in enumerate(batches(3)):
             mine = closure_of(
-                model, optimizer, share(inputs), share(targets), calls, plain=number > 0
+                model, twins.optimizer, share(inputs), share(targets), calls, plain=number > 0
             )
-            theirs = closure_of(twin, plain, inputs, targets, calls, plain=False)
-            losses = [torch.as_tensor(optimizer.step(mine)), torch.as_tensor(plain.step(theirs))]
-            torch.testing.assert_close(losses[0].detach(), losses[1].detach(), rtol=1e-9, atol=0)
+            theirs = closure_of(twin, twins.plain, inputs, targets, calls, plain=False)
+            losses = [
+                torch.as_tensor(twins.optimizer.step(mine)).detach(),
+                twins.plain.step(theirs).detach(),
+            ]
+            torch.testing.assert_close(*losses, rtol=1e-9, atol=0)
         assert calls.count(model) == calls.count(twin)
-        assert_same(model, twin, 1e-8)  # L-BFGS divides by differences
+        twins.check(1e-8)  # L-BFGS divides by differences
 
 
 def case_what_a_closure_reduces_needs_no_negotiation():
@@ -593,136 +494,94 @@ def case_what_a_closure_reduces_needs_no_negotiation():
 
 
 def case_a_closure_without_backward_does_not_reduce_again():
-    model = network()
-    twin = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(), op=hvd.Sum
-    )
-    plain = sgd(twin.parameters())
+    twins = Twins(op=hvd.Sum)
     for turn, (inputs, targets) in enumerate(batches(4)):
-        optimizer.zero_grad()
-        loss = squares(model, share(inputs), share(targets))
+        twins.zero_grad()
+        loss = squares(twins.model, share(inputs), share(targets))
         loss.backward()
         if turn % 2 == 1:
-            optimizer.synchronize()
-        optimizer.step(lambda loss=loss: loss)
-        plain.zero_grad()
-        (hvd.size() * squares(twin, inputs, targets)).backward()
-        plain.step()
-    assert_same(model, twin)
-
-
-def case_a_closure_without_backward_finds_gradients_of_some_ranks():
-    if hvd.size() == 1:
-        return
-    model = network()
-    twin = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    plain = sgd(twin.parameters())
-    for inputs, targets in batches(2):
-
-        def loss_of(module, rank, inputs=inputs, targets=targets):
-            if rank == 0:
-                return torch.zeros(())
-            return squares(module, share(inputs, rank), share(targets, rank))
-
-        optimizer.zero_grad()
-        loss = loss_of(model, hvd.rank())
-        if loss.requires_grad:
-            loss.backward()
-        optimizer.step(lambda loss=loss: loss)
-        average_gradients(twin, loss_of)
-        plain.step()
-    assert_same(model, twin)
+            twins.optimizer.synchronize()
+        twins.optimizer.step(lambda loss=loss: loss)
+        (hvd.size() * squares(twins.twin, inputs, targets)).backward()
+        twins.plain.step()
+    twins.check()
 
 
 def case_closures_may_have_no_gradient_on_some_ranks():
+    """Backward is in the closure, or before it."""
     if hvd.size() == 1:
         return
-    model = network()
-    twin = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    plain = sgd(twin.parameters())
-    for inputs, targets in batches(3):
+    for inside in (True, False):
+        twins = Twins()
+        for inputs, targets in batches(3):
 
-        def loss_of(module, rank, inputs=inputs, targets=targets):
-            if rank == 1:
-                return torch.zeros(())
-            return squares(module, share(inputs, rank), share(targets, rank))
+            def loss_of(module, rank, inputs=inputs, targets=targets, idle=int(inside)):
+                if rank == idle:
+                    return torch.zeros(())
+                return squares(module, share(inputs, rank), share(targets, rank))
 
-        def closure(loss_of=loss_of):
-            optimizer.zero_grad()
-            loss = loss_of(model, hvd.rank())
-            if loss.requires_grad:
-                loss.backward()
-            return loss
+            def closure(twins=twins, loss_of=loss_of):
+                twins.optimizer.zero_grad()
+                loss = loss_of(twins.model, hvd.rank())
+                backward(loss)
+                return loss
 
-        optimizer.step(closure)
-        average_gradients(twin, loss_of)
-        plain.step()
-    assert_same(model, twin)
+            loss = None if inside else closure()
+            twins.optimizer.step(closure if inside else lambda loss=loss: loss)
+            average_gradients(twins.twin, loss_of)
+            twins.plain.step()
+        twins.check()
 
 
 # ---------------------------------------------------------------------------------------------
 # Checkpoints, copies, more parameters
 
 
-def trained(**options) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]:
-    model = network()
-    twin = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(), **options
-    )
-    plain = sgd(twin.parameters())
-    data = batches(2)
-    train(model, optimizer, data)
-    train_alone(twin, plain, data)
-    return model, optimizer, twin, plain
+def trained(**options) -> Twins:
+    twins = Twins(**options)
+    twins.train(2)
+    return twins
 
 
 def case_state_survives_a_checkpoint():
     for options in ({}, {"groups": 2}):
-        model, optimizer, twin, plain = trained(**options)
+        twins = trained(**options)
+        model, optimizer = twins.model, twins.optimizer
         file = io.BytesIO()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        saved, data = file.getvalue(), batches(3)
-        train(model, optimizer, data)  # go astray, then come back
+        train(model, optimizer, batches(3))  # go astray, then come back
+        plains = twins.twin, twins.plain
         for fresh in (False, True):
-            checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
+            checkpoint = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
             if fresh:
-                model = network()
-                optimizer = hvd.DistributedOptimizer(
-                    sgd(model.parameters(), lr=9.0), model.named_parameters(), **options
-                )
-            model.load_state_dict(checkpoint["model"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
-            copied, copied_plain = copy.deepcopy((twin, plain))
-            train(model, optimizer, data)
-            train_alone(copied, copied_plain, data)
-            assert_same(model, copied)
+                twins.model = network()
+                make = functools.partial(sgd, lr=9.0)
+                twins.optimizer = distributed(twins.model, make, **options)
+            twins.model.load_state_dict(checkpoint["model"])
+            twins.optimizer.load_state_dict(checkpoint["optimizer"])
+            twins.twin, twins.plain = copy.deepcopy(plains)
+            twins.train(3)
+            twins.check()
 
 
 def case_a_checkpoint_of_a_plain_optimizer_fits():
-    model, optimizer, twin, plain = trained()
-    assert optimizer.state_dict().keys() == plain.state_dict().keys()
+    twins = trained()
+    assert twins.optimizer.state_dict().keys() == twins.plain.state_dict().keys()
     # load_state_dict does not copy tensors.
-    optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
-    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    data = batches(2)
-    train(model, optimizer, data)
-    train_alone(twin, plain, data)
-    assert_same(model, twin)
+    twins.optimizer.load_state_dict(copy.deepcopy(twins.plain.state_dict()))
+    twins.plain.load_state_dict(copy.deepcopy(twins.optimizer.state_dict()))
+    twins.train(2)
+    twins.check()
 
 
 def case_loading_keeps_what_was_set_since():
-    model, optimizer, _, _ = trained(backward_passes_per_step=1)
+    twins = trained(backward_passes_per_step=1)
+    optimizer = twins.optimizer
     optimizer.set_backward_passes_per_step(2)
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.backward_passes_per_step == 2
-    inputs, targets = batches(1)[0]
-    for _ in range(2):
-        squares(model, inputs, targets).backward()
-    optimizer.step()
+    twins.train(1, passes=2)
+    twins.check()
 
 
 def case_loading_keeps_the_names_of_parameters_that_are_added_later():
@@ -739,49 +598,37 @@ def case_loading_keeps_the_names_of_parameters_that_are_added_later():
 
 
 def case_loading_forgets_passes():
-    model, optimizer, _, _ = trained(backward_passes_per_step=2)
-    inputs, targets = batches(1)[0]
-    squares(model, inputs, targets).backward()
-    optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.zero_grad()
-    train(model, optimizer, batches(2))
-    assert_equal_on_all_ranks(*model.parameters())
+    twins = trained(backward_passes_per_step=2)
+    squares(twins.model, *batches(1)[0]).backward()
+    twins.optimizer.load_state_dict(twins.optimizer.state_dict())
+    twins.train(2)
+    twins.check()
 
 
 def case_a_deep_copy_is_distributed_too():
-    model, optimizer, twin, plain = trained()
-    copied, copied_optimizer = copy.deepcopy((model, optimizer))
-    assert copied_optimizer.param_groups[0]["params"][0] is copied[0].weight
-    assert isinstance(copied_optimizer, torch.optim.SGD)
-    data, more = batches(2), batches(2)
-    copied_twin, copied_plain = copy.deepcopy((twin, plain))
-    train(copied, copied_optimizer, data)
-    train(model, optimizer, more)
-    train_alone(copied_twin, copied_plain, data)
-    train_alone(twin, plain, more)
-    assert_same(copied, copied_twin)
-    assert_same(model, twin)
+    twins = trained()
+    copied = copy.deepcopy(twins)
+    assert copied.optimizer.param_groups[0]["params"][0] is copied.model[0].weight
+    assert isinstance(copied.optimizer, torch.optim.SGD)
+    for each in (copied, twins):
+        each.train(2)
+    for each in (copied, twins):
+        each.check()
 
 
 def case_added_parameters_are_reduced():
     for named in (True, False):
-        model = network()
-        twin = copy.deepcopy(model)
-        optimizer, plain = sgd(model[0].parameters()), sgd(twin[0].parameters())
-        hvd.DistributedOptimizer(optimizer, model.named_parameters() if named else None)
+        twins = Twins(lambda params: sgd([*params][:2]), named=named)
         for layer in (2, 4):
-            optimizer.add_param_group({"params": model[layer].parameters(), "lr": 0.01})
-            plain.add_param_group({"params": twin[layer].parameters(), "lr": 0.01})
-            data = batches(2)
-            train(model, optimizer, data)
-            train_alone(twin, plain, data)
-            assert_same(model, twin)
+            for model, each in ((twins.model, twins.optimizer), (twins.twin, twins.plain)):
+                each.add_param_group({"params": model[layer].parameters(), "lr": 0.01})
+            twins.train(2)
+            twins.check()
             # Checkpoints and copies know them as well.
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            model, optimizer = copy.deepcopy((model, optimizer))
-        train(model, optimizer, data)
-        train_alone(twin, plain, data)
-        assert_same(model, twin)
+            twins.optimizer.load_state_dict(copy.deepcopy(twins.optimizer.state_dict()))
+            twins = copy.deepcopy(twins)
+        twins.train(2)
+        twins.check()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -799,9 +646,7 @@ def case_the_last_layer_is_reduced_before_backward_ends():
         return
     for options in ({}, {"groups": 3}):
         model = network()
-        optimizer = hvd.DistributedOptimizer(
-            plain_sgd(model.parameters()), model.named_parameters(), op=hvd.Sum, **options
-        )
+        optimizer = distributed(model, plain_sgd, op=hvd.Sum, **options)
         # In their first pass gradients wait for its end: they may come more than once.
         model(torch.ones(4, 5)).sum().backward()
         optimizer.zero_grad()
@@ -824,9 +669,7 @@ def case_the_timeline_shows_reductions_before_the_last_hook():
     if hvd.size() == 1:
         return
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    optimizer = hvd.DistributedOptimizer(
-        plain_sgd(model.parameters()), model.named_parameters(), op=hvd.Sum
-    )
+    optimizer = distributed(model, plain_sgd, op=hvd.Sum)
     model(torch.ones(1, 8)).sum().backward()  # in its first pass a gradient waits for the end
     optimizer.zero_grad()
     with tempfile.TemporaryDirectory() as folder:
@@ -864,20 +707,6 @@ def case_the_timeline_shows_reductions_before_the_last_hook():
     assert bool(spans) == (hvd.rank() == 0)
 
 
-class Careless(hvd.Compression.none):
-    """Sends another type on rank 0, when it is told to."""
-
-    broken = False
-
-    @classmethod
-    def compress(cls, tensor):
-        return (tensor.float() if cls.broken and tensor.shape == (6, 7) else tensor), None
-
-    @classmethod
-    def decompress(cls, tensor, ctx):
-        return tensor.double()
-
-
 def case_parameters_may_get_other_shapes_also_while_the_timeline_runs():
     param = nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("grows", param)])
@@ -898,41 +727,28 @@ def case_a_mismatch_is_raised_on_every_rank_and_the_next_step_works():
     if hvd.size() == 1:
         return
     for options in ({}, {"groups": 2}):
-        model = network()
-        optimizer = hvd.DistributedOptimizer(
-            sgd(model.parameters()), model.named_parameters(), compression=Careless, **options
-        )
-        twin = copy.deepcopy(model)
-        plain = sgd(twin.parameters())
+        twins = Twins(compression=Careless, **options)
         for step, (inputs, targets) in enumerate(batches(4)):
-            optimizer.zero_grad()
-            Careless.broken = step % 2 == 1 and hvd.rank() == 0
-            loss = squares(model, share(inputs), share(targets))
             if step % 2 == 1:
-                with pytest.raises(MismatchError, match=r"2\.weight"):
-                    loss.backward()
+                twins.optimizer.zero_grad()
+                with Careless.on(0), pytest.raises(MismatchError, match=r"2\.weight"):
+                    squares(twins.model, share(inputs), share(targets)).backward()
             else:
-                loss.backward()
-                optimizer.step()
-                train_alone(twin, plain, [(inputs, targets)])
-            assert_same(model, twin)  # a failed step changes nothing
+                twins.train(1)
+            twins.check()  # a failed step changes nothing
 
 
 def case_ranks_that_ask_for_different_operations_hear_of_it():
     if hvd.size() == 1:
         return
     model = network()
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()),
-        model.named_parameters(),
-        op=hvd.Sum if hvd.rank() == 0 else hvd.Average,
-    )
+    optimizer = distributed(model, op=hvd.Sum if hvd.rank() == 0 else hvd.Average)
     with pytest.raises(MismatchError, match=r"(?s)'\d\.\w+'.*rank"):
         squares(model, *batches(1)[0]).backward()
     del optimizer
     gc.collect()
     model.zero_grad()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    optimizer = distributed(model)
     train(model, optimizer, batches(2))
     assert_equal_on_all_ranks(*model.parameters())
 

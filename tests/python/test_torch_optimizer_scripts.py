@@ -1,7 +1,7 @@
 """What scripts written for Horovod's DistributedOptimizer rely on: names, attributes, uneven data
 with join, compiled models, fused optimizers with a scaler.
 
-Oracles as in test_torch_optimizer.py: every rank computes what all ranks compute.
+Oracles are those of torch_training.py: every rank computes what all ranks compute.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import pickle
 import pytest
 import session
 import torch
-from test_torch_optimizer import (
+from torch import nn
+from torch_training import (
+    Twins,
     assert_equal_on_all_ranks,
     assert_same,
     batches,
+    distributed,
     network,
     plain_sgd,
     sgd,
@@ -26,9 +29,7 @@ from test_torch_optimizer import (
     squares,
     start,
     train,
-    train_alone,
 )
-from torch import nn
 
 import hororing.torch as hvd
 from hororing.arguments import Adasum
@@ -118,7 +119,7 @@ def case_parameters_that_are_added_have_names():
 
 def case_it_is_saved_as_the_optimizer_that_was_wrapped():
     model = network()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    optimizer = distributed(model)
     train(model, optimizer, batches(2))
     file = io.BytesIO()
     torch.save((model, optimizer), file)
@@ -139,7 +140,7 @@ def case_zero_gradients_are_there_after_the_state_was_broadcast():
     for make in (sgd, plain_sgd):
         model = nn.ModuleDict({"words": nn.Embedding(4, 3, sparse=True), "out": nn.Linear(3, 2)})
         model["out"].bias.requires_grad_(False)
-        optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters())
+        optimizer = distributed(model, make)
         hvd.broadcast_optimizer_state(optimizer, 0, model)
         assert not model["out"].weight.grad.any()
         assert model["out"].bias.grad is None
@@ -173,40 +174,31 @@ def case_ranks_may_have_different_numbers_of_batches_and_join():
         {"compression": hvd.Compression.none, "gradient_predivide_factor": 2.0},
         {"backward_passes_per_step": 2},
     ):
-        options = dict(options)
         passes = options.get("backward_passes_per_step", 1)
-        model = network()
-        twin = copy.deepcopy(model)
-        names = model.named_parameters() if options.pop("named", True) else None
-        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), names, **options)
-        plain = sgd(twin.parameters())
+        twins = Twins(**options)
+        model, optimizer = twins.model, twins.optimizer
         divisor = 1 if options.get("op") == hvd.Sum else hvd.size()
-        data = batches((hvd.size() + 1) * passes)
         for step in range(hvd.size() + 1):
-            now = data[step * passes : (step + 1) * passes]
+            now = batches(passes)
             if step < hvd.rank() + 2:
                 optimizer.zero_grad()
                 for inputs, targets in now:
                     squares(model, share(inputs), share(targets)).backward()
                 optimizer.step()
-            plain.zero_grad()
+            twins.plain.zero_grad()
             for inputs, targets in now:
                 for rank in range(max(step - 1, 0), hvd.size()):
-                    part = squares(twin, share(inputs, rank), share(targets, rank))
+                    part = squares(twins.twin, share(inputs, rank), share(targets, rank))
                     (part / divisor).backward()
-            plain.step()
+            twins.plain.step()
         last = join()
         assert last == hvd.size() - 1
         hvd.broadcast_parameters(model.state_dict(), last)
         hvd.broadcast_optimizer_state(optimizer, last)
-        assert_same(model, twin)
+        twins.check()
         # The next epoch.
-        optimizer.zero_grad()
-        more = batches(passes)
-        for inputs, targets in more:
-            squares(model, share(inputs), share(targets)).backward()
-        optimizer.step()
-        assert_equal_on_all_ranks(*model.parameters())
+        twins.train(1, passes)
+        twins.check()
 
 
 def case_an_optimizer_made_after_a_join_has_names_of_its_own():
@@ -225,9 +217,7 @@ def case_changes_of_parameters_join_as_well():
     if hvd.size() == 3:
         return
     model = network()
-    optimizer = hvd.DistributedOptimizer(
-        plain_sgd(model.parameters()), model.named_parameters(), op=Adasum
-    )
+    optimizer = distributed(model, plain_sgd, op=Adasum)
     for step, (inputs, targets) in enumerate(batches(hvd.size() + 1)):
         if step < hvd.rank() + 2:
             twin = copy.deepcopy(model)
@@ -247,25 +237,17 @@ def case_compiled_models_train_as_others():
     for options in ({}, {"groups": 2}, {"backward_passes_per_step": 2}):
         for compile_first in (True, False):
             model = network()
-            twin = copy.deepcopy(model)
             compile_ = functools.partial(torch.compile, backend="aot_eager")
             compiled = compile_(model) if compile_first else model
-            optimizer = hvd.DistributedOptimizer(
-                sgd(model.parameters()), compiled.named_parameters(), **options
-            )
+            twins = Twins(model=model, named=compiled.named_parameters(), **options)
             compiled = compiled if compile_first else compile_(model)
-            plain = sgd(twin.parameters())
-            passes = options.get("backward_passes_per_step", 1)
+            twins.loss = lambda module, *batch, m=model, c=compiled: squares(
+                c if module is m else module, *batch
+            )
             for _ in range(2):
-                optimizer.zero_grad()
-                plain.zero_grad()
-                for inputs, targets in batches(passes):
-                    squares(compiled, share(inputs), share(targets)).backward()
-                    squares(twin, inputs, targets).backward()
+                twins.train(1, options.get("backward_passes_per_step", 1))
                 assert_equal_on_all_ranks(*(param.grad for param in model.parameters()))
-                optimizer.step()
-                plain.step()
-            assert_same(model, twin)
+            twins.check()
 
 
 def case_compiled_steps_work():
@@ -297,18 +279,15 @@ def case_compiled_steps_work():
         return loss.detach()
 
     for step in (forward_and_backward, everything, clipped):
-        model = network()
-        twin = copy.deepcopy(model)
-        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-        data = batches(3)
-        for inputs, targets in data:
+        twins = Twins()
+        for inputs, targets in batches(3):
+            twins.zero_grad()
+            step(twins.model, twins.optimizer, share(inputs), share(targets))
             if step is forward_and_backward:
-                optimizer.zero_grad()
-            step(model, optimizer, share(inputs), share(targets))
-            if step is forward_and_backward:
-                optimizer.step()
-        train_alone(twin, sgd(twin.parameters()), data)
-        assert_same(model, twin)
+                twins.optimizer.step()
+            squares(twins.twin, inputs, targets).backward()
+            twins.plain.step()
+        twins.check()
 
 
 def case_fused_optimizers_and_scalers_skip_the_same_steps():

@@ -11,18 +11,21 @@ from collections.abc import Iterator, Sequence
 import pytest
 import session
 import torch
-from test_torch_optimizer import (
+from torch_training import (
     BATCH,
-    TOLERANCE,
+    Careless,
+    Twins,
+    Words,
     batches,
+    distributed,
     network,
+    outputs_squared,
     plain_sgd,
     sgd,
     squares,
     start,
+    word_batches,
 )
-from test_torch_optimizer_features import Words, word_batches
-from torch import nn
 
 import hororing.torch as hvd
 from hororing.errors import MismatchError
@@ -49,40 +52,10 @@ def some_sets() -> Iterator[ProcessSet]:
         yield set_of(ranks)
 
 
-def company(process_set: ProcessSet) -> list[int]:
-    """The ranks that this rank trains with."""
-    return process_set.ranks if process_set.included() else [rank()]
-
-
-def share(whole: torch.Tensor, ranks: Sequence[int], of: int | None = None) -> torch.Tensor:
-    return whole[ranks.index(rank() if of is None else of) :: len(ranks)]
-
-
-def assert_same(model: nn.Module, twin: nn.Module, tolerance: float = TOLERANCE) -> None:
-    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(
-            mine, theirs, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
-        )
-
-
-def assert_trains_as_one(process_set: ProcessSet, make=sgd, named=True, **options) -> None:
-    model = network()
-    twin = copy.deepcopy(model)
-    optimizer, plain = make(model.parameters()), make(twin.parameters())
-    names = model.named_parameters() if named else None
-    hvd.DistributedOptimizer(optimizer, names, process_set=process_set, **options)
-    ranks = company(process_set)
-    factor = len(ranks) if options.get("op") == hvd.Sum else 1
-    passes = options.get("backward_passes_per_step", 1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        plain.zero_grad()
-        for inputs, targets in batches(passes):
-            squares(model, share(inputs, ranks), share(targets, ranks)).backward()
-            (factor * squares(twin, inputs, targets)).backward()
-        optimizer.step()
-        plain.step()
-    assert_same(model, twin)
+def assert_trains_as_one(process_set: ProcessSet, **options) -> None:
+    twins = Twins(process_set=process_set, **options)
+    twins.train(3, options.get("backward_passes_per_step", 1))
+    twins.check()
 
 
 class Same(hvd.Compression.none):
@@ -111,48 +84,30 @@ def case_members_train_as_one_process_and_others_alone():
 
 def case_sparse_gradients_are_reduced_among_members():
     for process_set in some_sets():
-        ranks = company(process_set)
         for options in ({}, {"sparse_as_dense": True}, {"sparse_as_dense": True, "groups": 2}):
-            model = Words()
-            twin = copy.deepcopy(model)
-            optimizer = hvd.DistributedOptimizer(
-                plain_sgd(model.parameters()),
-                model.named_parameters(),
-                process_set=process_set,
-                **options,
+            twins = Twins(
+                plain_sgd, Words(), loss=outputs_squared, process_set=process_set, **options
             )
-            plain = plain_sgd(twin.parameters())
-            for words in word_batches(3):
-                optimizer.zero_grad()
-                plain.zero_grad()
-                model(share(words, ranks)).square().mean().backward()
-                twin(words).square().mean().backward()
-                optimizer.step()
-                plain.step()
-                assert model.table.weight.grad.is_sparse
-            assert_same(model, twin)
+            for _ in range(3):
+                twins.train(1, draw=word_batches)
+                assert twins.model.table.weight.grad.is_sparse
+            twins.check()
 
 
 def case_a_member_may_have_no_gradient():
     for process_set in some_sets():
-        ranks = company(process_set)
-        model = network()
-        twin = copy.deepcopy(model)
-        optimizer = hvd.DistributedOptimizer(
-            plain_sgd(model.parameters()), model.named_parameters(), process_set=process_set
-        )
-        plain = plain_sgd(twin.parameters())
+        twins = Twins(plain_sgd, process_set=process_set)
+        ranks = twins.ranks
         inputs, targets = batches(1)[0]
         if len(ranks) == 1:
             continue
         if rank() != ranks[0]:
-            squares(model, share(inputs, ranks), share(targets, ranks)).backward()
-        optimizer.step()
+            squares(twins.model, twins.share(inputs), twins.share(targets)).backward()
         for other in ranks[1:]:
-            parts = share(inputs, ranks, other), share(targets, ranks, other)
-            (squares(twin, *parts) / len(ranks)).backward()
-        plain.step()
-        assert_same(model, twin)
+            parts = twins.share(inputs, other), twins.share(targets, other)
+            (squares(twins.twin, *parts) / len(ranks)).backward()
+        twins.step()
+        twins.check()
 
 
 def case_two_sets_may_use_the_same_names_at_once():
@@ -161,50 +116,25 @@ def case_two_sets_may_use_the_same_names_at_once():
         return
     wholes = [set_of(range(size())), set_of(range(1, size())), set_of(range(size() - 1))]
     for options in ({}, {"groups": 2}, {"compression": Same}):
-        models = [network() for _ in wholes]
-        twins = copy.deepcopy(models)
-        optimizers = [
-            hvd.DistributedOptimizer(
-                sgd(model.parameters()), model.named_parameters(), process_set=whole, **options
-            )
-            for model, whole in zip(models, wholes, strict=True)
-        ]
-        plains = [sgd(twin.parameters()) for twin in twins]
-        for turn, (inputs, targets) in enumerate(batches(4)):
+        pairs = [Twins(process_set=whole, **options) for whole in wholes]
+        for turn, batch in enumerate(batches(4)):
             order = [(index + turn) % 3 for index in range(3)]
             for index in order:
-                optimizers[index].zero_grad()
-                ranks = company(wholes[index])
-                squares(models[index], share(inputs, ranks), share(targets, ranks)).backward()
+                pairs[index].zero_grad()
+                pairs[index].backward(*batch)
             for index in reversed(order):
-                optimizers[index].step()
-            for twin, plain in zip(twins, plains, strict=True):
-                plain.zero_grad()
-                squares(twin, inputs, targets).backward()
-                plain.step()
-        for model, twin in zip(models, twins, strict=True):
-            assert_same(model, twin)
+                pairs[index].step()
+        for twins in pairs:
+            twins.check()
 
 
 def case_disjoint_sets_need_not_step_equally_often():
     if size() < 4:
         return
     halves = set_of([0, 1]), set_of([2, 3])
-    mine = halves[rank() // 2]
-    model = network()
-    twin = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(), process_set=mine
-    )
-    plain = sgd(twin.parameters())
-    for inputs, targets in batches(2 + 3 * (rank() // 2)):
-        optimizer.zero_grad()
-        plain.zero_grad()
-        squares(model, share(inputs, mine.ranks), share(targets, mine.ranks)).backward()
-        squares(twin, inputs, targets).backward()
-        optimizer.step()
-        plain.step()
-    assert_same(model, twin)
+    twins = Twins(process_set=halves[rank() // 2])
+    twins.train(2 + 3 * (rank() // 2))
+    twins.check()
     start()  # ranks have drawn different numbers of batches
 
 
@@ -214,9 +144,7 @@ def case_ranks_outside_communicate_never():
         return
     inside = set_of([size() - 1])
     model = network()
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(), process_set=inside
-    )
+    optimizer = distributed(model, process_set=inside)
     inputs, targets = batches(1)[0]
     if rank() == 0:
         for _ in range(2):
@@ -236,9 +164,7 @@ def case_second_passes_are_guarded_among_members_only():
         return
     pair = set_of([0, 1])
     model = network()
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(), process_set=pair, op=hvd.Sum
-    )
+    optimizer = distributed(model, process_set=pair, op=hvd.Sum)
     inputs, targets = batches(1)[0]
     squares(model, inputs, targets).backward()
     if pair.included():
@@ -249,14 +175,8 @@ def case_second_passes_are_guarded_among_members_only():
 
 def case_closures_agree_among_members():
     for process_set in some_sets():
-        ranks = company(process_set)
-        model = network()
-        twin = copy.deepcopy(model)
         make = functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=4)
-        optimizer = hvd.DistributedOptimizer(
-            make(model.parameters()), model.named_parameters(), process_set=process_set
-        )
-        plain = make(twin.parameters())
+        twins = Twins(make, process_set=process_set)
 
         def closure(module, optimizer, inputs, targets):
             optimizer.zero_grad()
@@ -264,11 +184,11 @@ def case_closures_agree_among_members():
             loss.backward()
             return loss
 
-        for inputs, targets in batches(2):
-            mine = share(inputs, ranks), share(targets, ranks)
-            optimizer.step(functools.partial(closure, model, optimizer, *mine))
-            plain.step(functools.partial(closure, twin, plain, inputs, targets))
-        assert_same(model, twin, 1e-8)
+        for batch in batches(2):
+            mine = map(twins.share, batch)
+            twins.optimizer.step(functools.partial(closure, twins.model, twins.optimizer, *mine))
+            twins.plain.step(functools.partial(closure, twins.twin, twins.plain, *batch))
+        twins.check(1e-8)
 
 
 def case_scalers_agree_among_members():
@@ -276,9 +196,7 @@ def case_scalers_agree_among_members():
         return
     pair = set_of([0, 1])
     model = network().float()
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(), process_set=pair
-    )
+    optimizer = distributed(model, process_set=pair)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     inputs, targets = (each.float() for each in batches(1)[0])
     poison = float("inf") if rank() == 1 else 1.0
@@ -291,35 +209,14 @@ def case_scalers_agree_among_members():
 
 def case_copies_and_new_parameters_stay_in_the_set():
     for process_set in some_sets():
-        ranks = company(process_set)
-        model = network()
-        twin = copy.deepcopy(model)
-        optimizer = hvd.DistributedOptimizer(
-            sgd(model[0].parameters()), model.named_parameters(), process_set=process_set
-        )
-        plain = sgd(twin[0].parameters())
+        twins = Twins(lambda params: sgd([*params][:2]), process_set=process_set)
         for more in (False, True):
             if more:
-                optimizer.add_param_group({"params": model[2:].parameters()})
-                plain.add_param_group({"params": twin[2:].parameters()})
-            model, optimizer = copy.deepcopy((model, optimizer))
-            for inputs, targets in batches(2):
-                model.zero_grad()
-                twin.zero_grad()
-                squares(model, share(inputs, ranks), share(targets, ranks)).backward()
-                squares(twin, inputs, targets).backward()
-                optimizer.step()
-                plain.step()
-        assert_same(model, twin)
-
-
-class Careless(hvd.Compression.none):
-    """Sends another type on the last rank."""
-
-    @classmethod
-    def compress(cls, tensor):
-        odd = rank() == size() - 1 and tensor.shape == (6, 7)
-        return (tensor.float() if odd else tensor), None
+                for model, each in ((twins.model, twins.optimizer), (twins.twin, twins.plain)):
+                    each.add_param_group({"params": model[2:].parameters()})
+            twins = copy.deepcopy(twins)
+            twins.train(2)
+        twins.check()
 
 
 def case_a_mismatch_is_raised_on_members():
@@ -327,15 +224,11 @@ def case_a_mismatch_is_raised_on_members():
         return
     process_set = set_of(range(size() - 2, size()))
     model = network()
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()),
-        model.named_parameters(),
-        compression=Careless,
-        process_set=process_set,
-    )
+    optimizer = distributed(model, compression=Careless, process_set=process_set)
     loss = squares(model, *batches(1)[0])
     if process_set.included():
-        with pytest.raises(MismatchError, match=rf"(?s)'2\.weight'.*rank {size() - 1}"):
+        text = rf"(?s)'2\.weight'.*rank {size() - 1}"
+        with Careless.on(size() - 1), pytest.raises(MismatchError, match=text):
             loss.backward()
     else:
         loss.backward()
@@ -363,12 +256,7 @@ def case_a_removed_set_is_noticed():
     inputs, targets = batches(1)[0]
     removed = set_of([0, 2])
     models = [network() for _ in range(2)]
-    optimizers = [
-        hvd.DistributedOptimizer(
-            sgd(model.parameters()), model.named_parameters(), process_set=removed
-        )
-        for model in models
-    ]
+    optimizers = [distributed(model, process_set=removed) for model in models]
     del _sets[0, 2]
     inside = removed.included()
     unregister(removed)
