@@ -800,5 +800,6 @@ test_on_ranks = session.on_ranks(globals(), 1, 2, 3, 4, session="torch")
 
 
 def test_a_distributed_optimizer_needs_init():
+    hvd.shutdown()  # of another test in this process
     with pytest.raises(ValueError, match="has not been initialized"):
         hvd.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
