@@ -49,8 +49,8 @@ class Part(NamedTuple):
     """One job.
 
     `scale`: of --seconds, for what takes longer than its results are worth. `layout`: ranks on
-    each of several pretend hosts. `rows_of`: makes rows of what the script writes, if it writes
-    anything else, and has options of its own.
+    each of several pretend hosts, with links of `rate`. `rows_of`: makes rows of what the script
+    writes, if it writes anything else, and has options of its own.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Part(NamedTuple):
     mpich: bool = False
     scale: float = 1.0
     layout: str = ""
+    rate: str = "200mbit"
     rows_of: Callable[[dict[str, Any]], list[record.Row]] | None = None
 
 
@@ -110,6 +111,7 @@ def sizes(*mib: float) -> tuple[str, ...]:
 LAYOUTS = ((4, "1,1,1,1", "three_phase"), (6, "2,2,2", "ring"), (8, "4,4", "ring"))
 ALONE = ("--peers", "--horovod")  # hororing and MPI
 ONE_HOROVOD = ("--horovod", "1")  # a shorter cycle only helps small sums, with a core for each rank
+SCALING = ("--models", "convolutional", "--ways", "hororing", "DDP", "--horovod")
 PARTS = [
     Part("sums", 2, "allreduce", ("--limit",)),
     Part("sums", 4, "allreduce", ("--limit", *ONE_HOROVOD), scale=0.7),
@@ -128,6 +130,12 @@ PARTS = [
     Part("sets", 4, "sets", ONE_HOROVOD, scale=0.5),
     Part("step", 2, "torch_step"),
     Part("step", 4, "torch_step", ONE_HOROVOD, scale=0.5),
+    *(Part("scaling", ranks, "torch_step", SCALING) for ranks in (1, 2, 3, 4)),
+    *(
+        Part("scaling-hosts", hosts, "torch_step", SCALING, HOSTS,
+             layout=",".join("1" * hosts), rate="1gbit")
+        for hosts in (1, 2, 3, 4)
+    ),
     *(
         # To gloo, LOCAL_WORLD_SIZE says that the ranks share a host.
         Part(name, ranks, "ddp", environment=environment, scale=2.0)
@@ -188,7 +196,7 @@ def command_of(part: Part, options: argparse.Namespace, results: Path) -> list[s
         length = ["--rounds", "1"] * options.quick
     start = [mpirun, "-np", str(part.ranks)]
     if part.layout:
-        start = [str(record.ROOT / "tests/hosts.sh"), part.layout, "-r", "200mbit", mpirun]
+        start = [str(record.ROOT / "tests/hosts.sh"), part.layout, "-r", part.rate, mpirun]
         start += ["-x", "PYTHONPATH"] * ("PYTHONPATH" in os.environ)
     script = str((HERE / part.script).with_suffix(".py"))
     return [*start, str(python), script, *part.args, *length, "--json", str(results)]

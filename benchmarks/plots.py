@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from table import RESULTS, Report, rows, sums
+from table import RESULTS, SCALING, Report, rows, sums, training_rates
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -92,12 +92,34 @@ def scaling(bench: Report, simulated: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def rates(bench: Report, path: Path) -> None:
+    """Two panels, ranks of one host and hosts of one rank: images per second of a training step."""
+    figure, both = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
+    for axes, (part, where) in zip(both, SCALING.items(), strict=True):
+        for who, points in training_rates(bench, part).items():
+            x = list(points)
+            median, low, high = zip(*points.values(), strict=True)
+            style = {"hororing": OURS, "plain": {"linestyle": "--"}}.get(who, {})
+            label = "without communication" if who == "plain" else who
+            (line,) = axes.plot(x, median, marker="o", markersize=3, label=label, **style)
+            axes.fill_between(x, low, high, color=line.get_color(), alpha=0.12)
+        axes.set(xlabel="ranks", xticks=x, ylim=(0, None), title=where)
+        axes.grid(alpha=0.3)
+    both[0].set_ylabel("images per second")
+    both[0].legend(fontsize=8)
+    figure.suptitle("measured: a training step on 2 cores, which 3 and 4 ranks share", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", default=str(RESULTS))
     path = Path(parser.parse_args().file)
     bench = json.loads(path.read_text())
     bus_bandwidth(bench, 2, path.with_name(f"{path.stem}-sums-2.png"))
+    rates(bench, path.with_name("training-rates.png"))
     simulated = path.with_name("simulate.json")
     if simulated.exists():
         scaling(bench, json.loads(simulated.read_text()), path.with_name("scaling.png"))

@@ -1,6 +1,7 @@
 """What a training step of PyTorch costs over one without communication, on one host.
 
     mpirun -np 2 python benchmarks/torch_step.py
+    mpirun -np 2 python benchmarks/torch_step.py --ways hororing weighted
 
     plain          no communication: what the others take more than this is their overhead
     hororing       DistributedOptimizer, as it comes
@@ -8,7 +9,7 @@
     DDP's views    with gradient_as_bucket_view=True
     Horovod        its DistributedOptimizer, with its cycle of 1 ms and with one of 0.1 ms
     MPI, each      one blocking MPI_Allreduce per gradient after backward, and the division
-    weighted       hororing, where each rank has a new weight in each step (with --weights alone)
+    weighted       hororing, where each rank has a new weight in each step (with --ways alone)
 
 On the same model, batches and processes, one thread of compute per rank. The overhead of a way is
 the median over rounds of the difference to plain's series of the same round.
@@ -101,17 +102,20 @@ def training(
 def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--weights", action="store_true", help="what weighted averages cost")
+    parser.add_argument("--ways", nargs="+", help="these, and plain, instead of all but weighted")
     horovod_peer.add_option(parser)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     hvd.init()
-    peers.join_gloo()
     horovods = horovod_peer.found(options.horovod)
     order = random.Random(options.seed)
     names = ["plain", "hororing", "DDP", "DDP's views", f"{peers.mpi_name()}, each", *horovods]
-    if options.weights:
-        names = ["plain", "hororing", "weighted"]
+    if options.ways:
+        if unknown := {*options.ways} - {*names, "weighted"}:
+            parser.error(f"unknown ways: {', '.join(sorted(unknown))}")
+        names = ["plain", *(way for way in options.ways if way != "plain")]
+    if any(way.startswith("DDP") for way in names):
+        peers.join_gloo()
     rows: list[Row] = []
     for model in options.models[:1] if options.quick else options.models:
         make, steps = MODELS[model]

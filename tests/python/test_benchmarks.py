@@ -219,7 +219,7 @@ def test_committed_results_become_plots(tmp_path, monkeypatch):
         shutil.copy(plots.RESULTS.with_name(name), tmp_path)
     monkeypatch.setattr(sys, "argv", ["plots.py", str(tmp_path / "bench.json")])
     plots.main()
-    for name in ("bench-sums-2.png", "scaling.png"):
+    for name in ("bench-sums-2.png", "scaling.png", "training-rates.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
