@@ -50,7 +50,7 @@ def carry_out(requests: list[tuple]) -> list:
     return [(torch.cat([rows[rank] for rows in given]), None) for rank in range(len(given))]
 
 
-def run(steps: list[Steps]) -> list[tuple[torch.Tensor, list[Kept]]]:
+def run(steps: list[Steps]) -> list[tuple]:
     """What the generators of all ranks return."""
     answers: list = [None] * len(steps)
     while True:
@@ -71,9 +71,9 @@ class Ranks:
 
     def __init__(self, method: Method, size: int, dtype: torch.dtype = torch.float64) -> None:
         self.method, self.dtype = method, dtype
-        padded = [-(-size // method.multiple) * method.multiple for size in SIZES]
-        self.begins = np.cumsum([0, *padded]).tolist()
-        self.errors = torch.zeros(size, sum(padded), dtype=dtype)
+        self.lengths = [-(-size // method.multiple) * method.multiple for size in SIZES]
+        self.begins = np.cumsum([0, *self.lengths]).tolist()
+        self.errors = torch.zeros(size, sum(self.lengths), dtype=dtype)
         self.kept: list[list[Kept]] = [[{} for _ in SHAPES] for _ in range(size)]
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -87,13 +87,15 @@ class Ranks:
         size = len(gradients)
         steps = []
         for rank, flat in enumerate(self.errors):
-            views = [part.view(s) for part, s in zip(self.parts(flat), SHAPES, strict=True)]
-            piece = Piece(flat, views, ["a", "b", "c"], self.kept[rank])
+            given = [torch.empty(shape, dtype=self.dtype) for shape in SHAPES]
+            piece = Piece(flat, self.lengths, given, ["a", "b", "c"], self.kept[rank], divisor=2)
             steps.append(self.method.reduce(piece, Link(rank, size)))
         results = run(steps)
-        assert len({total.numpy().tobytes() for total, _ in results}) == 1
-        self.kept = [kept for _, kept in results]
-        return torch.cat(self.parts(results[0][0]))
+        self.kept = [kept for _, kept, _ in results]
+        totals = [2 * torch.cat([part.reshape(-1) for part in parts]) for parts, _, _ in results]
+        assert len({total.numpy().tobytes() for total in totals}) == 1
+        assert all(bool(finite) == bool(totals[0].isfinite().all()) for _, _, finite in results)
+        return totals[0]
 
 
 def gradients(size: int, step: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -238,10 +240,10 @@ def test_powersgd_is_as_the_hook_of_torch():
             error += factors.t() @ inputs
             flat = error.view(-1)
             steps = Compression.powersgd(rank=rank).reduce(
-                Piece(flat, [flat.view(shape)], ["weight"], kept), Link(0, 1)
+                Piece(flat, [len(flat)], [torch.empty_like(error)], ["weight"], kept, 1), Link(0, 1)
             )
-            ((total, kept),) = run([steps])
-            torch.testing.assert_close(total.view(shape), model.weight.grad)
+            (((result,), kept, _),) = run([steps])
+            torch.testing.assert_close(result, model.weight.grad)
     finally:
         dist.destroy_process_group()
 

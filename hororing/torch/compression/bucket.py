@@ -21,7 +21,7 @@ from hororing.process_sets import ProcessSet
 from hororing.reduction import Reduction
 from hororing.torch.compression.hosts import Hosts
 from hororing.torch.compression.memory import Memory
-from hororing.torch.compression.method import Kept, Link, Method, Piece
+from hororing.torch.compression.method import Kept, Link, Method, Piece, parts_of
 from hororing.torch.ops import poll, synchronize
 from hororing.torch.submission import Group
 
@@ -81,7 +81,6 @@ class Bucket(Group):
         super().__init__(name, len(params))
         self._method, self._memory, self._driver = method, memory, driver
         self.names = [name for name, _ in params]
-        self._shapes = [param.shape for _, param in params]
         unit = method.multiple
         self._lengths = [-(-param.numel() // unit) * unit for _, param in params]
         param = params[0][1]
@@ -95,7 +94,7 @@ class Bucket(Group):
         self._failure: Exception | None = None
         self._stream: Any = None  # that computes, on a device
         # Memory for errors and gradients; of the two, `_flat` holds errors between steps.
-        self._flat = self._spare = torch.empty(0, dtype=self._dtype, device=self._device)
+        self._flat = self._spare = self._vector([])
 
     def _submit(self, options: Reduction, weight: float | None = None) -> None:
         order = sorted(self._waiting)
@@ -159,117 +158,110 @@ class Bucket(Group):
     def _computing(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
+    def _vector(self, lengths: Sequence[int]) -> torch.Tensor:
+        return torch.empty(sum(lengths), dtype=self._dtype, device=self._device)
+
     def _reduce(
-        self, order: Sequence[int], tensors: Sequence[torch.Tensor], options: Reduction
+        self, order: Sequence[int], given: Sequence[torch.Tensor], options: Reduction
     ) -> Generator[int, Any, None]:
         process_set = options.process_set
-        if self._method.scope == "hosts":
-            total = yield from self._reduce_by_hosts(order, tensors, process_set)
-        else:
-            total = yield from self._compress(order, tensors, process_set)
-        if options.op == Average:
-            total /= len(process_set.ranks)
-        for position, view in zip(order, self._views(total, order), strict=True):
-            self._results[position] = view
+        divisor = len(process_set.ranks) if options.op == Average else 1
+        reduce = self._reduce_by_hosts if self._method.scope == "hosts" else self._compress
+        results = yield from reduce(order, given, process_set, divisor)
+        self._results = dict(zip(order, results, strict=True))
 
     def _reduce_by_hosts(
-        self, order: Sequence[int], tensors: Sequence[torch.Tensor], process_set: ProcessSet
-    ) -> Generator[int, Any, torch.Tensor]:
+        self, order: Sequence[int], given: Sequence[torch.Tensor], process_set: ProcessSet,
+        divisor: int,
+    ) -> Generator[int, Any, list[torch.Tensor]]:  # fmt: skip
         hosts = self._driver.hosts(process_set)
-        total = torch.empty(self._length(order), dtype=self._dtype, device=self._device)
-        views = self._views(total, order)
-        for view, tensor in zip(views, tensors, strict=True):
-            view.copy_(tensor)
+        lengths = [self._lengths[position] for position in order]
+        total = self._vector(lengths).zero_()
+        for part, gradient in zip(parts_of(total, lengths, given), given, strict=True):
+            part.copy_(gradient)
         inside, failure = hosts.inside(), None
         if inside is not None:
             total = yield Link(f"{self._name}.host", inside).sum(total, "sum")
         leaders = hosts.leaders()
         if leaders is not None:
             try:
-                result = yield from self._compress(order, views, leaders)
-                total.copy_(result)
+                parts = parts_of(total, lengths, given)
+                results = yield from self._compress(order, parts, leaders, divisor)
+                for part, result in zip(parts, results, strict=True):
+                    part.copy_(result)
             except Exception as error:  # the ranks of this host wait for the result
                 total.fill_(float("nan"))
                 failure = error
+        elif not hosts.several:
+            total /= divisor
         if inside is not None and hosts.several:
             link = Link(f"{self._name}.host", inside)
             total = yield link.broadcast(total, hosts.leader, "result")
         if failure is not None:
             raise failure
-        return total
+        return parts_of(total, lengths, given)
 
     def _compress(
-        self, order: Sequence[int], tensors: Sequence[torch.Tensor], process_set: ProcessSet
-    ) -> Generator[int, Any, torch.Tensor]:
-        piece = self._piece(order, tensors)
+        self, order: Sequence[int], given: Sequence[torch.Tensor], process_set: ProcessSet,
+        divisor: int,
+    ) -> Generator[int, Any, list[torch.Tensor]]:  # fmt: skip
+        piece = self._piece(order, given, divisor)
         link = Link(self._name, process_set)
         exact = piece.flat.clone() if self.samples else None
-        total, kept = yield from self._method.reduce(piece, link)
+        results, kept, finite = yield from self._method.reduce(piece, link)
         if exact is not None:
             exact = yield link.sum(exact, "exact")
-            self.samples, self.cosine = False, _cosine(exact, total)
-        self._keep(piece, total, kept)
-        return total
+            self.samples, self.cosine = False, _cosine(piece.parts(exact), results)
+        self._keep(piece, kept, finite)
+        return results
 
-    def _length(self, order: Sequence[int]) -> int:
-        return sum(self._lengths[position] for position in order)
-
-    def _views(self, flat: torch.Tensor, order: Sequence[int]) -> list[torch.Tensor]:
-        """Return the part of each gradient in a vector of the bucket, and make the gaps zero."""
-        views = []
-        begin = 0
-        for position in order:
-            shape, length = self._shapes[position], self._lengths[position]
-            end = begin + shape.numel()
-            views.append(flat[begin:end].view(shape))
-            begin += length
-            if end < begin:
-                flat[end:begin] = 0
-        return views
-
-    def _piece(self, order: Sequence[int], tensors: Sequence[torch.Tensor]) -> Piece:
+    def _piece(self, order: Sequence[int], given: Sequence[torch.Tensor], divisor: int) -> Piece:
         """Add up gradients and errors."""
         names = [self.names[position] for position in order]
-        flat = self._spare
-        if len(flat) == 0 or len(order) < self._count:
-            flat = torch.empty(self._length(order), dtype=self._dtype, device=self._device)
-        views = self._views(flat, order)
+        lengths = [self._lengths[position] for position in order]
         kept = [self._memory.contents.get(name, {}) for name in names]
+        fits = len(self._spare) == sum(lengths)
+        flat = self._spare if fits else self._vector(lengths)
+        piece = Piece(flat, lengths, given, names, kept, divisor)
         factor = self._memory.change_of_scale(self._name)
-        for view, tensor, held in zip(views, tensors, kept, strict=True):
+        for whole, gradient, held in zip(torch.split(flat, lengths), given, kept, strict=True):
+            part = whole[: gradient.numel()].view(gradient.shape)
+            whole[gradient.numel() :] = 0
             error = held.get("error")
-            if error is None or error.shape != view.shape:
-                view.copy_(tensor)
+            if error is None or error.shape != part.shape:
+                part.copy_(gradient)
                 continue
-            held["error"] = error = error.to(view.device, view.dtype)
+            held["error"] = error = error.to(part.device, part.dtype)
             if factor is not None:
                 error.mul_(factor.to(error.device))
-            torch.add(error, tensor, out=view)
-        return Piece(flat, views, names, kept)
+            torch.add(error, gradient, out=part)
+        return piece
 
-    def _keep(self, piece: Piece, total: torch.Tensor, kept: Sequence[Kept]) -> None:
+    def _keep(self, piece: Piece, kept: Sequence[Kept], finite: torch.Tensor) -> None:
         """Keep what was not sent; where the sum is not finite, all stays as it was.
 
         `GradScaler` skips such a step, on all ranks alike: they have the same sum.
         """
-        finite = torch.isfinite(total.sum())
         if self._device.type == "cpu" and not finite:
             return
-        for view, name, old, new in zip(piece.views, piece.names, piece.kept, kept, strict=True):
-            new = {"error": view, **new}
+        for part, name, old, new in zip(
+            piece.parts(piece.flat), piece.names, piece.kept, kept, strict=True
+        ):
+            new = {"error": part, **new}
             if self._device.type != "cpu":  # where to ask would mean to wait
                 for what, tensor in new.items():
                     before = old.get(what, torch.zeros_like(tensor))
                     tensor.copy_(torch.where(finite, tensor, before))
             self._memory.contents[name] = new
-        if len(piece.views) == self._count:
+        if len(piece.names) == self._count:
             self._flat, self._spare = piece.flat, self._flat
 
 
-def _cosine(exact: torch.Tensor, other: torch.Tensor) -> float:
+def _cosine(exact: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
     """Return 1 where both are zero, and -1 where one of them is not finite."""
-    scale = float(exact.norm() * other.norm())
-    cosine = float(exact @ other) / scale if scale else float(torch.equal(exact, other))
+    a, b = (torch.cat([part.reshape(-1) for part in parts]) for parts in (exact, other))
+    scale = float(a.norm() * b.norm())
+    cosine = float(a @ b) / scale if scale else float(torch.equal(a, b))
     return cosine if math.isfinite(cosine) else -1.0
 
 

@@ -66,7 +66,9 @@ class Int8(Method):
         owned.add_(total)  # what is left of the sum
 
         (gathered,) = yield link.gather([rows], "gather")
-        return self._values(gathered, values.dtype).view(-1), [{} for _ in piece.views]
+        total = self._values(gathered, values.dtype, piece.divisor)
+        finite = torch.isfinite(self._scales(gathered)).all()
+        return piece.parts(total.view(-1)), [{} for _ in piece.given], finite
 
     def _quantise(self, values: torch.Tensor) -> torch.Tensor:
         """Return the rows that stand for `values`, and leave there what is lost.
@@ -86,10 +88,12 @@ class Int8(Method):
         values.addcmul_(integers, scales.to(values.dtype), value=-1)
         return rows
 
-    def _values(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return what rows stand for."""
-        scales = rows[..., self.block :].contiguous().view(torch.float32)
-        return rows[..., : self.block] * scales.to(dtype)
+    def _scales(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[..., self.block :].contiguous().view(torch.float32)
+
+    def _values(self, rows: torch.Tensor, dtype: torch.dtype, divisor: int = 1) -> torch.Tensor:
+        """Return what rows stand for, divided."""
+        return rows[..., : self.block] * self._scales(rows).to(dtype).div_(divisor)
 
     def _sum(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Add up the rows of all ranks, in their order."""

@@ -28,9 +28,9 @@ from hororing.torch.verbs import verbs
 LEAST_ELEMENTS: Final = 1024
 
 Kept = dict[str, torch.Tensor]  # the state of one parameter, by what it is
-# Yields handles, is sent what `synchronize` returns for them; returns the sum over all ranks, a
-# vector like the bucket's, and what is to be kept of each parameter.
-Steps = Generator[int, Any, tuple[torch.Tensor, Sequence[Kept]]]
+# Yields handles, is sent what `synchronize` returns for them; returns what gradients have become,
+# what is to be kept of each parameter, and a flag: whether the sum over all ranks is finite.
+Steps = Generator[int, Any, tuple[list[torch.Tensor], Sequence[Kept], torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,18 +75,34 @@ class Piece:
     Attributes
     ----------
     flat : gradients and errors of earlier steps, added up; float32, or float64 for such gradients.
-        Each parameter has a multiple of the method's `multiple` of elements there, the last ones
-        zeros. The method leaves there what it has not sent: the sum over all ranks is that of the
-        result and of what is left.
-    views : the part of each parameter, in its shape.
+        The method leaves there what it has not sent: the sum over all ranks is that of the results,
+        times `divisor`, and of what is left.
+    lengths : how much of it each parameter has: a multiple of the method's `multiple`; what is
+        beyond the elements of the parameter is zero.
+    given : the gradients; results may take their place.
     names : of the parameters.
     kept : what the method has asked to keep of each; may be empty.
+    divisor : of the sum.
     """
 
     flat: torch.Tensor
-    views: Sequence[torch.Tensor]
+    lengths: Sequence[int]
+    given: Sequence[torch.Tensor]
     names: Sequence[str]
     kept: Sequence[Kept]
+    divisor: int
+
+    def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the part of each parameter in a vector like `flat`, in its shape."""
+        return parts_of(flat, self.lengths, self.given)
+
+
+def parts_of(
+    flat: torch.Tensor, lengths: Sequence[int], like: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return parts of a vector that have the shapes of `like`."""
+    parts = zip(torch.split(flat, list(lengths)), like, strict=True)
+    return [part[: each.numel()].view(each.shape) for part, each in parts]
 
 
 def is_large(param: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ import torch
 from hororing.torch.compression.method import Link, Method, Piece, Steps
 
 _LEAST_RATIO = 2  # by which P and Q together must be smaller than M
+_LEAST_RANK_FOR_BLAS = 8  # of P Q^T on a CPU: a pass for each column is faster below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class PowerSGD(Method):
 
     def reduce(self, piece: Piece, link: Link) -> Steps:
         """Sum P, and Q."""
-        matrices = [view.view(view.shape[0], -1) for view in piece.views]
+        matrices = [part.view(part.shape[0], -1) for part in piece.parts(piece.flat)]
         factors = [
             _orthonormal(kept["q"].to(matrix)) if "q" in kept else self._first(name, matrix)
             for name, kept, matrix in zip(piece.names, piece.kept, matrices, strict=True)
@@ -66,18 +67,23 @@ class PowerSGD(Method):
         products = [matrix @ q for matrix, q in zip(matrices, factors, strict=True)]
         flat = yield link.sum(_joined(products), "p")
         bases = [_orthonormal(p) for p in _parted(flat, products)]
-        products = [matrix.t() @ p for matrix, p in zip(matrices, bases, strict=True)]
+        # matrix.t() @ p would take ten times as long on a CPU.
+        products = [p.t() @ matrix for matrix, p in zip(matrices, bases, strict=True)]
         flat = yield link.sum(_joined(products), "q")
 
-        factors = _parted(flat, products)
-        total = torch.zeros_like(piece.flat)
-        begin = 0
-        for matrix, p, q in zip(matrices, bases, factors, strict=True):
-            part = total[begin : begin + matrix.numel()].view(matrix.shape)
-            torch.mm(p, q.t(), out=part)
-            matrix.sub_(part, alpha=1 / link.size)
-            begin += matrix.numel()
-        return total, [{"q": q.clone()} for q in factors]
+        kept = [{"q": q.t().clone()} for q in _parted(flat, products)]
+        finite = torch.isfinite(flat).all()
+        flat /= piece.divisor
+        results = []
+        for matrix, p, q, gradient in zip(
+            matrices, bases, _parted(flat, products), piece.given, strict=True
+        ):
+            usable = gradient.dtype is matrix.dtype and gradient.is_contiguous()
+            results.append(gradient if usable else matrix.new_empty(gradient.shape))
+            product = results[-1].data.view(matrix.shape)  # `data`: autograd does not count this
+            _multiply(p, q, product)
+            matrix.sub_(product, alpha=piece.divisor / link.size)
+        return results, kept, finite
 
     def _first(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
         """Return the Q to begin with, the same on all ranks."""
@@ -90,6 +96,16 @@ def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """Return an orthonormal basis that spans the columns."""
     basis: torch.Tensor = torch.linalg.qr(matrix)[0]
     return basis
+
+
+def _multiply(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+    """Leave p @ q in `out`."""
+    if len(q) > _LEAST_RANK_FOR_BLAS or not out.is_cpu:
+        torch.mm(p, q, out=out)
+        return
+    torch.mul(p[:, :1], q[0], out=out)
+    for at in range(1, len(q)):
+        out.addcmul_(p[:, at : at + 1], q[at])
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -44,8 +44,7 @@ class TopK(Method):
         """Choose, gather, add up."""
         flat = piece.flat
         chosen, begin = [], 0
-        for view in piece.views:
-            part = view.view(-1)
+        for part in torch.split(piece.flat, list(piece.lengths)):
             count = math.ceil(self.ratio * len(part))
             chosen.append(torch.topk(part.abs(), count, sorted=False).indices + begin)
             begin += len(part)
@@ -60,5 +59,5 @@ class TopK(Method):
         for theirs, sent in zip(
             all_indices.split(len(where)), all_values.split(len(where)), strict=True
         ):
-            total.index_add_(0, theirs.to(torch.int64), sent)
-        return total, [{} for _ in piece.views]
+            total.index_add_(0, theirs.to(torch.int64), sent, alpha=1 / piece.divisor)
+        return piece.parts(total), [{} for _ in piece.given], torch.isfinite(all_values).all()
