@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import logging
 import warnings
 from collections.abc import Iterator
@@ -432,6 +433,10 @@ def case_wrong_arguments():
         hvd.Compression.int8(scope="rack")
     with pytest.raises(ValueError, match=r"ratio=0 must be in"):
         hvd.Compression.topk(ratio=0)
+    with pytest.raises(ValueError, match=r"ratio=2 must be in"):
+        hvd.Compression.topk(ratio=2)
+    with pytest.raises(ValueError, match=r"block=0 must be a multiple of 4"):
+        hvd.Compression.int8(block=0)
     with pytest.raises(ValueError, match=r"rank=0 must be at least 1"):
         hvd.Compression.powersgd(rank=0)
     with pytest.raises(ValueError, match=r"methods=\(1,\) must be a tuple of methods"):
@@ -445,6 +450,24 @@ def case_wrong_arguments():
         hvd.Compression.int8(blocks=6)
     with pytest.raises(TypeError, match=r"for DistributedOptimizer of hororing.torch alone"):
         hvd.allreduce(torch.ones(3), compression=hvd.Compression.int8)
+
+
+def case_ranks_that_compress_differently_all_fail():
+    if hvd.size() == 1:
+        return
+    several = [
+        hvd.Compression.none, hvd.Compression.int8, hvd.Compression.int8(block=64),
+        hvd.Compression.powersgd, hvd.Compression.topk, hvd.Compression.topk(ratio=0.02),
+        hvd.Compression.int8(scope="hosts"), hvd.Compression.auto, hvd.Compression.none,
+    ]  # fmt: skip
+    for one, other in itertools.pairwise(several):
+        named = parameters()
+        optimizer = distributed(named, other if hvd.rank() == 1 else one)
+        for step in range(2):
+            optimizer.zero_grad()
+            with pytest.raises(hvd.MismatchError):
+                backward(named, gradients(step)[hvd.rank()])
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
 def case_sparse_gradients_are_an_error_that_says_what_to_do():

@@ -38,7 +38,7 @@ from hororing import arguments, counters
 from hororing.compression import StatefulCompression
 from hororing.logs import logger
 from hororing.torch.compression.int8 import Int8
-from hororing.torch.compression.method import Method
+from hororing.torch.compression.method import Link, Method, Piece, Steps
 from hororing.torch.compression.optimizer import Compressed, CompressingReducer
 from hororing.torch.compression.powersgd import PowerSGD
 from hororing.torch.ops import synchronize
@@ -92,6 +92,24 @@ class Auto(StatefulCompression):
         return [dataclasses.replace(each, **scope) for each in self.methods]
 
 
+@dataclasses.dataclass(frozen=True)
+class Exact(Method):
+    """Sends gradients as they are, in the first step: buckets make sure that ranks are alike."""
+
+    of: Auto = Auto()
+
+    def traffic(self, param: torch.Tensor, ranks: int) -> float:
+        """As much as without."""
+        return 1.0
+
+    def reduce(self, piece: Piece, link: Link) -> Steps:
+        """Add up."""
+        total = yield link.sum(piece.flat.clone(), "sum")
+        piece.flat.zero_()
+        total /= piece.divisor
+        return piece.parts(total), [{} for _ in piece.given], torch.isfinite(total).all()
+
+
 class Step(NamedTuple):
     """Seconds of one step, or their medians."""
 
@@ -105,7 +123,7 @@ class ChoosingReducer(CompressingReducer):
 
     def __init__(self, auto: Auto, *given: Any) -> None:
         self._auto = auto
-        self._choices: Choices = {}
+        self._choices: Choices = {0: Exact(of=auto)}
         self._program: Program | None = None
         self._handle = 0  # of what the program asks
         self._answer: Any = None
@@ -130,7 +148,7 @@ class ChoosingReducer(CompressingReducer):
     def begin_anew(self) -> None:
         """Measure again: the ranks are others."""
         if self.release.alive:
-            self._choices = {}
+            self._choices = {0: Exact(of=self._auto)}
             super().begin_anew()
             self._start()
 
@@ -200,6 +218,10 @@ class ChoosingReducer(CompressingReducer):
         )
 
     def _run(self) -> Program:
+        if not self.parts:
+            self._tell("not used: no gradient is large")
+            return
+        self._use({})
         size = len(self.options.process_set.ranks)
         plain = yield from self._measure_plain(size)
         if plain.waiting < LEAST_WAIT * plain.whole:

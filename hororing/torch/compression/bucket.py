@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hororing.arguments import Average
+from hororing.errors import MismatchError
 from hororing.process_sets import ProcessSet
 from hororing.reduction import Reduction
 from hororing.torch.compression.hosts import Hosts
@@ -24,6 +25,7 @@ from hororing.torch.compression.memory import Memory
 from hororing.torch.compression.method import Kept, Link, Method, Piece, parts_of
 from hororing.torch.ops import poll, synchronize
 from hororing.torch.submission import Group
+from hororing.torch.verbs import verbs
 
 
 class Driver:
@@ -89,6 +91,7 @@ class Bucket(Group):
         self.work_s = 0.0  # spent here so far, without waiting
         self.samples = False  # whether to compare the next sum with the exact one
         self.cosine = float("inf")  # between the two, at the last such comparison
+        self._agreed = False  # all ranks compress in this way
         self._steps: Generator[int, Any, None] | None = None
         self._given: Any = None  # what the next step is to be sent
         self._failure: Exception | None = None
@@ -111,17 +114,22 @@ class Bucket(Group):
 
     def resume(self) -> bool:
         """Wait for the collective in flight and go on to the next one; False: it is over."""
-        if self._steps is None:  # since an interrupt
+        steps = self._steps
+        if steps is None:  # since an interrupt
             return False
         try:
             with self._computing(), torch.no_grad():
+                go_on = steps.send
                 if self.handle:
-                    # After an interrupt here the handle is still there to be waited for.
-                    self._given, self.handle = synchronize(self.handle), 0
+                    try:
+                        # After an interrupt here the handle is still there to be waited for.
+                        self._given, self.handle = synchronize(self.handle), 0
+                    except Exception as error:
+                        go_on, self._given, self.handle = steps.throw, error, 0
                 given, self._given = self._given, None
                 begin_s = time.perf_counter()
                 try:
-                    self.handle = self._steps.send(given)
+                    self.handle = go_on(given)
                 finally:
                     self.work_s += time.perf_counter() - begin_s
             return True
@@ -165,10 +173,39 @@ class Bucket(Group):
         self, order: Sequence[int], given: Sequence[torch.Tensor], options: Reduction
     ) -> Generator[int, Any, None]:
         process_set = options.process_set
+        if not self._agreed:
+            yield from self._agree(order, given, options)
         divisor = len(process_set.ranks) if options.op == Average else 1
         reduce = self._reduce_by_hosts if self._method.scope == "hosts" else self._compress
         results = yield from reduce(order, given, process_set, divisor)
         self._results = dict(zip(order, results, strict=True))
+
+    def _agree(
+        self, order: Sequence[int], given: Sequence[torch.Tensor], options: Reduction
+    ) -> Generator[int, Any, None]:
+        """Make sure that all ranks compress these gradients, and alike. MismatchError otherwise.
+
+        The request has the name of the first gradient, so it fails, too, where another rank sends
+        them one by one. That rank waits for the others: they are sent in the same way.
+        """
+        names, process_set = [self.names[position] for position in order], options.process_set
+        mine = f"{self._method} for {len(names)} gradients, {names[0]} to {names[-1]}"
+        text = torch.tensor([*mine.encode(), 0], dtype=torch.uint8, device="cpu")
+        try:
+            gathered = yield verbs.allgather_async(text, names[0], process_set)
+            theirs = bytes(gathered.tolist()).decode().split("\0")
+            self._agreed = set(theirs) == {mine, ""}
+            ranks = "; ".join(map("rank {}: {}".format, process_set.ranks, theirs))
+            why = f"compression differs: {ranks}"
+        except MismatchError as error:
+            why = f"compression differs, this rank has {mine}: {error}"
+        if not self._agreed:
+            for name, gradient in zip(names[1:], given[1:], strict=True):
+                with contextlib.suppress(MismatchError):
+                    yield verbs.allreduce_async_(
+                        gradient, name=name, op=options.op, process_set=process_set
+                    )
+            raise MismatchError(f"{why}; pass all ranks the same compression and groups")
 
     def _reduce_by_hosts(
         self, order: Sequence[int], given: Sequence[torch.Tensor], process_set: ProcessSet,
