@@ -61,3 +61,25 @@ def checked_settings(
         passes=backward_passes_per_step,
         average_passes=bool(average_aggregated_gradients),
     )
+
+
+class WithoutWeight:
+    """A mixin of distributed optimizers that reduce plain averages: a weight would be ignored."""
+
+    @property
+    def weight(self) -> None:
+        """None: all ranks count the same.
+
+        Raises
+        ------
+        NotImplementedError : when it is set.
+        """
+        return None
+
+    @weight.setter
+    def weight(self, weight: Any) -> None:
+        if weight is not None:
+            raise NotImplementedError(
+                f"optimizer: weight is for {WHAT} of Keras 3 and of torch; here use "
+                "DistributedGradientTape(tape, weight=)"
+            )

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hororing.arguments import Adasum, Average
 from hororing.compression import Compressor, NoneCompressor
+from hororing.optimizer_settings import WithoutWeight
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.reduction import Reduction
 from hororing.tensorflow.gradients import (
@@ -25,7 +26,7 @@ from hororing.tensorflow.gradients import (
 from hororing.tensorflow.tensors import check_devices
 
 
-class _DistributedV1(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
+class _DistributedV1(WithoutWeight, tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     _options: Reduction
     _local: set[Any]  # keys of variables
 

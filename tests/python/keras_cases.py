@@ -165,6 +165,8 @@ def case_ranks_with_different_numbers_of_samples_are_weighted():
         optimizer.weight = None
     with pytest.raises(ValueError, match=r"not op=Sum and 1 passes"):
         hvd.DistributedOptimizer(sgd(), op=hvd.Sum).weight = 1
+    with pytest.raises(ValueError, match=r"not op=Average and 2 passes"):
+        hvd.DistributedOptimizer(sgd(), backward_passes_per_step=2).weight = 1
 
 
 def case_training_equals_one_process_with_the_large_batch():

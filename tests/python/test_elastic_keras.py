@@ -31,6 +31,8 @@ model = keras.Sequential([keras.layers.Dense(8), keras.layers.Dropout(0.1), kera
 model.build((None, 4))
 rate = 0.01
 optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(rate * hvd.size()))
+if kind in ("tensorflow", "torch"):
+    optimizer.weight = 1.0 + os.getpid() % 3
 model.compile(optimizer, loss="mse")
 inputs = np.random.RandomState(0).rand(48, 4).astype("float32")
 state = hvd.elastic.KerasState(model, epoch=0, batch=0, last=-1)

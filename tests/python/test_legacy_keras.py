@@ -206,6 +206,8 @@ def case_what_cannot_work_says_so() -> None:
         hvd.DistributedOptimizer(keras.optimizers.SGD())
     with pytest.raises(ValueError, match="op=Adasum is not available for tf_keras"):
         hvd.DistributedOptimizer(tf.keras.optimizers.SGD(), op=hvd.Adasum)
+    with pytest.raises(NotImplementedError, match=r"DistributedGradientTape\(tape, weight=\)"):
+        hvd.DistributedOptimizer(tf.keras.optimizers.SGD()).weight = 2
     with pytest.raises(ValueError, match="Keras 3"):
         hororing.tensorflow.SyncBatchNormalization()
     with pytest.raises(TypeError, match=r"TF_USE_LEGACY_KERAS=1.*hororing.tensorflow.keras"):

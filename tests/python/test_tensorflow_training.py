@@ -429,6 +429,8 @@ def case_sessions_of_tensorflow_1() -> None:
             hvd.DistributedOptimizer(v1.train.AdamOptimizer(), op=hvd.Adasum)
         with pytest.raises(ValueError, match="distributed already"):
             hvd.DistributedOptimizer(optimizer)
+        with pytest.raises(NotImplementedError, match=r"DistributedGradientTape\(tape, weight=\)"):
+            optimizer.weight = 2
 
 
 def case_a_rank_that_is_asked_tells_what_it_does() -> None:

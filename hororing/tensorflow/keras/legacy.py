@@ -17,14 +17,14 @@ import tensorflow as tf
 
 from hororing.arguments import Adasum
 from hororing.compression import Compressor, NoneCompressor
-from hororing.optimizer_settings import WHAT, Settings, checked_settings
+from hororing.optimizer_settings import WHAT, Settings, WithoutWeight, checked_settings
 from hororing.tensorflow.gradients import reduce_gradients, unique_names, variable_key
 from hororing.tensorflow.tape import weights_of
 
 Pairs = Iterable[tuple[Any, Any]]  # gradients and variables
 
 
-class Distributed:
+class Distributed(WithoutWeight):
     """The mixin of distributed optimizers, placed before an optimizer's class of tf_keras."""
 
     # Attributes of the class, which serves one optimizer and its copies.
