@@ -97,6 +97,9 @@ def is_initialized() -> bool:
     """Whether `init()` has returned and `shutdown()` has not been called since. Never raises.
 
     In a forked child: whether that was so in the parent.
+
+    >>> hvd.is_initialized()
+    True
     """
     return process.topology is not None
 
@@ -115,17 +118,27 @@ def topology() -> Topology:
 
 
 def rank() -> int:
-    """Return the index of this process in the job, from 0."""
+    """Return the index of this process in the job, from 0.
+
+    >>> hvd.rank(), hvd.size(), hvd.local_rank()  # on one rank
+    (0, 1, 0)
+    """
     return topology().rank
 
 
 def size() -> int:
-    """Return the number of processes in the job."""
+    """Return the number of processes in the job.
+
+    >>> rate = 0.1 * hvd.size()
+    """
     return topology().size
 
 
 def local_rank() -> int:
-    """Return the index of this process among those of its host."""
+    """Return the index of this process among those of its host.
+
+    >>> device = f"cuda:{hvd.local_rank()}"  # a GPU for each rank of the host
+    """
     return topology().local_rank
 
 

@@ -34,6 +34,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     RuntimeError : after the first batch, if no gradient was reduced.
     ValueError : for a LossScaleOptimizer around a distributed optimizer, and for XLA
         (``jit_compile=True``) on TensorFlow.
+
+    Examples
+    --------
+    >>> optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    >>> model.compile(optimizer, loss="mse")
+    >>> model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     """
 
     def __init__(
@@ -119,7 +125,11 @@ class LearningRateScheduleCallback(
     fit_callbacks.LearningRateSchedule,
     keras.callbacks.Callback,  # type: ignore[misc]
 ):
-    """Sets the learning rate: hororing.fit_callbacks.LearningRateSchedule."""
+    """Sets the learning rate: hororing.fit_callbacks.LearningRateSchedule.
+
+    >>> decay = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.9**epoch)
+    >>> model.fit(x, y, callbacks=[decay])
+    """
 
     def _rate(self) -> float:
         return float(ops.convert_to_numpy(self.model.optimizer.learning_rate))

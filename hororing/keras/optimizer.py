@@ -100,6 +100,10 @@ def PartialDistributedOptimizer(
 
     `local_layers` is a layer, or a list of layers, that differ between ranks. Copies of the
     optimizer do not know them.
+
+    >>> optimizer = hvd.PartialDistributedOptimizer(
+    ...     keras.optimizers.SGD(0.1), local_layers=model.layers[-1]
+    ... )
     """
     if local_layers is None:
         local_layers = ()

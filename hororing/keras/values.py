@@ -65,12 +65,18 @@ def allgather(value: Any, name: str | None = None) -> Any:
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return, on every rank, what rank `root_rank` passes. Shapes and types must be equal."""
+    """Return, on every rank, what rank `root_rank` passes. Shapes and types must be equal.
+
+    >>> first = hvd.broadcast(weights, root_rank=0)
+    """
     return _value(hvd.broadcast(_array(value), root_rank, name=name))
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """Combine `value` over all ranks and return this rank's rows of the result."""
+    """Combine `value` over all ranks and return this rank's rows of the result.
+
+    >>> part = hvd.reducescatter(weights, op=hvd.Sum)
+    """
     return _value(hvd.reducescatter(_array(value), name=name, op=op))
 
 

@@ -33,7 +33,12 @@ class BF16Compressor(_Cast):
 
 
 class Compression(metaclass=WithoutState):
-    """The compressors there are."""
+    """The compressors there are.
+
+    >>> optimizer = hvd.DistributedOptimizer(
+    ...     keras.optimizers.SGD(0.1), compression=hvd.Compression.fp16
+    ... )
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor

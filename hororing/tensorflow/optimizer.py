@@ -75,6 +75,10 @@ def DistributedOptimizer(
     Raises
     ------
     ValueError : for other optimizers, and where an option does not go with the optimizer.
+
+    Examples
+    --------
+    >>> optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     """
     check_devices(device_dense, device_sparse)
     options: dict[str, Any] = {

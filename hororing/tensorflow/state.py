@@ -54,6 +54,10 @@ def broadcast_(
     Raises
     ------
     ValueError : for reference variables of TensorFlow 1 beside resource variables.
+
+    Examples
+    --------
+    >>> variables = hvd.broadcast_(model.variables, root_rank=0)
     """
     variables = arguments.check_variables(variables, "broadcast_")
     kinds = {
@@ -172,7 +176,11 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Return a function that does as `broadcast_object` with its argument."""
+    """Return a function that does as `broadcast_object` with its argument.
+
+    >>> broadcast = hvd.broadcast_object_fn(root_rank=0)
+    >>> settings = broadcast({"rate": 0.1})
+    """
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 

@@ -175,6 +175,11 @@ def PartialDistributedGradientTape(
     """Do as `DistributedGradientTape`, but leave the gradients of `local_layers` on this rank.
 
     `local_layers` is a Keras layer, or a list of them; their trainable weights are local.
+
+    >>> with tf.GradientTape() as tape:
+    ...     loss = loss_of(y, model(x))
+    >>> tape = hvd.PartialDistributedGradientTape(tape, local_layers=model.layers[-1])
+    >>> gradients = tape.gradient(loss, model.trainable_variables)
     """
     tape = DistributedGradientTape(
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,

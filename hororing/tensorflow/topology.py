@@ -29,7 +29,10 @@ def _set_of(process_set_id: int) -> list[int]:
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """`rank()` when the graph runs, not when it is built. (An elastic job changes it.)"""
+    """`rank()` when the graph runs, not when it is built. (An elastic job changes it.)
+
+    >>> rank = tf.function(hvd.rank_op)()
+    """
     return at_run_time(runtime.rank, name)
 
 
@@ -44,7 +47,10 @@ def local_size_op(name: str | None = None) -> tf.Tensor:
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Return the number of ranks of a process set when the graph runs."""
+    """Return the number of ranks of a process set when the graph runs.
+
+    >>> size = tf.function(hvd.size_op)()
+    """
     return at_run_time(lambda: len(_set_of(process_set_id)), name)
 
 

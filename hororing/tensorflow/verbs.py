@@ -199,6 +199,8 @@ def grouped_allreduce(
 
     Types and shapes may differ within the group; tf.IndexedSlices among them are reduced beside
     it. Returns a list; an empty list or None is returned as it is.
+
+    >>> mean, total = hvd.grouped_allreduce([weights, bias], name="both")
     """
     check_devices(device_dense, device_sparse)
     chosen = arguments.choose_op(op, average)
@@ -248,7 +250,10 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Do as `allgather` for several tensors under one name, all or none of them."""
+    """Do as `allgather` for several tensors under one name, all or none of them.
+
+    >>> all_weights, all_biases = hvd.grouped_allgather([weights, bias], name="both")
+    """
     return list(_gathered("grouped_allgather", tensors, name, process_set))
 
 
@@ -301,6 +306,10 @@ def alltoall(
     tensor : rows for rank 0, then those for rank 1, ...; ranks may differ in the first dimension.
     splits : how many rows each rank of the set gets: a list, or a one-dimensional tensor of int32.
         Rows beyond their sum are not sent. Without `splits`, every rank gets the same number.
+
+    Examples
+    --------
+    >>> rows = hvd.alltoall(weights, name="rows")
     """
     checked = checked_list([tensor], "alltoall")
     refuse_lone_parts(checked, "alltoall")
@@ -359,7 +368,10 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """Do as `reducescatter` for several tensors under one name, all or none of them."""
+    """Do as `reducescatter` for several tensors under one name, all or none of them.
+
+    >>> parts = hvd.grouped_reducescatter([weights, bias], op=hvd.Sum, name="both")
+    """
     check_devices(device_dense)
     factors = prescale_factor, postscale_factor
     return _scattered("grouped_reducescatter", tensors, name, compression, op, process_set, factors)
@@ -391,6 +403,8 @@ def join() -> tf.Tensor:
 
     Until then this rank takes part in what the others allreduce, with values that leave theirs as
     they are (docs/uneven_data.md).
+
+    >>> last = hvd.join()
     """
     return at_run_time(control.join, "join")
 

@@ -34,8 +34,9 @@ def poll(handle: int) -> bool:
     """Whether `synchronize(handle)` would return at once. ValueError for an unknown handle.
 
     >>> handle = hvd.allreduce_async(loss, name="loss")
-    >>> if hvd.poll(handle):
-    ...     mean = hvd.synchronize(handle)
+    >>> while not hvd.poll(handle):
+    ...     pass  # something else
+    >>> mean = hvd.synchronize(handle)
     """
     return collectives.poll(handle)
 

@@ -32,6 +32,10 @@ def average_moving_statistics(
     ------
     ValueError : for a negative weight, and on every rank when all are 0.
     MismatchError : when models differ.
+
+    Examples
+    --------
+    >>> average_moving_statistics(model)
     """
     norms = [
         layer
@@ -66,6 +70,10 @@ class AverageMovingStatistics(keras.callbacks.Callback):  # type: ignore[misc]
     Raises
     ------
     ValueError : from `fit` on JAX.
+
+    Examples
+    --------
+    >>> model.fit(x, y, callbacks=[AverageMovingStatistics()])
     """
 
     def __init__(

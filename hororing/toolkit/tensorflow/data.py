@@ -21,6 +21,11 @@ def shard_indices(shard: Shard, *, advance: bool = True) -> tf.data.Dataset:
     advance : begin the shard's next epoch where an iteration has ended (not where it is left
         early), as ``model.fit(dataset, epochs=...)`` needs it. False: call `set_epoch`. tf.data
         reads ahead: the epoch may end before the last samples are trained on.
+
+    Examples
+    --------
+    >>> data = shard_indices(Shard(8)).map(lambda at: (tf.gather(x, at), tf.gather(y, at))).batch(4)
+    >>> model.fit(data)
     """
 
     def indices() -> Iterator[int]:

@@ -61,6 +61,15 @@ def compare(runs: Iterable[Run], maximize: Iterable[str] = ()) -> Comparison:
 
     `maximize`: metrics of which the largest value is the best, beside those that the runs name
     (`RunRecord`); ValueError for one that no run has.
+
+    >>> from hororing.toolkit.tracking import RunRecord
+    >>> import pathlib
+    >>> for rate in (0.1, 0.2):
+    ...     with RunRecord("runs", config={"rate": rate}, name=f"rate {rate}") as run:
+    ...         run.log(0, {"loss": 1 - rate})
+    >>> runs = [read_run(path) for path in sorted(pathlib.Path("runs").iterdir())]
+    >>> compare(runs).changed
+    {'rate': [0.1, 0.2]}
     """
     runs, maximize = list(runs), list(maximize)
     upwards = {*maximize, *(name for run in runs for name in run.head.get("maximize", []))}

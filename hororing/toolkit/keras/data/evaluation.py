@@ -41,6 +41,13 @@ def evaluate(
     ------
     ValueError : as `Totals.reduced` says; and for a metric that is one number for a batch.
     RuntimeError : on the other ranks, when a model, a metric or the batches of one have failed.
+
+    Examples
+    --------
+    >>> from hororing.toolkit.data.evaluation import masked_arrays
+    >>> batches = masked_arrays((x, y), batch_size=3)
+    >>> totals = evaluate(model, batches, {"loss": keras.losses.mean_squared_error})
+    >>> mean = totals["loss"].mean
     """
     totals = Totals(metrics)
     with totals.adding():

@@ -12,10 +12,7 @@ from hororing.toolkit.data.sharding import Shard
 
 
 class ShardedArrays(keras.utils.PyDataset):  # type: ignore[misc]  # Keras declares no types
-    """Batches of one process's shard of arrays, in another order every epoch of ``model.fit``::
-
-        data = ShardedArrays((x, y), batch_size=32)
-        model.fit(data, epochs=9, shuffle=False, callbacks=[data.callback()])
+    """Batches of one process's shard of arrays, in another order every epoch of ``model.fit``.
 
     The callback begins the shard's epoch when Keras begins that epoch. (Keras also tells a data set
     of ends of epochs that were none, so that it cannot count them itself.) With ``shuffle=True``
@@ -36,6 +33,11 @@ class ShardedArrays(keras.utils.PyDataset):  # type: ignore[misc]  # Keras decla
     ------
     ValueError : for arrays that differ in length, from each other or from the shard's data set, and
         for a shard with remainder="uneven": processes must have the same number of steps.
+
+    Examples
+    --------
+    >>> data = ShardedArrays((x, y), batch_size=4)
+    >>> model.fit(data, epochs=2, shuffle=False, callbacks=[data.callback()])
     """
 
     def __init__(

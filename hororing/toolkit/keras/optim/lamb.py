@@ -40,6 +40,10 @@ class LAMB(Layerwise):
     no_decay, no_adaptation : as for `LARS`; without adaptation the ratio is 1, which is AdamW.
     rounding : as for `LARS`.
     **options : of keras.optimizers.Optimizer: clipnorm, gradient_accumulation_steps, name, ...
+
+    Examples
+    --------
+    >>> model.compile(hvd.DistributedOptimizer(LAMB(0.001, weight_decay=0.01)), loss="mse")
     """
 
     def __init__(

@@ -44,6 +44,10 @@ class LARS(Layerwise):
     rounding : of 16-bit variables. None: float32 master weights are kept (4 bytes per element).
         Otherwise there are none, and the variables are rounded at random.
     **options : of keras.optimizers.Optimizer: clipnorm, gradient_accumulation_steps, name, ...
+
+    Examples
+    --------
+    >>> model.compile(hvd.DistributedOptimizer(LARS(0.1, weight_decay=5e-5)), loss="mse")
     """
 
     def __init__(

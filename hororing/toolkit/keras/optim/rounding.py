@@ -40,6 +40,10 @@ def round_stochastically(
     tensor, step : which tensor this is, and the how-manieth time: other random numbers each. The
         step may be a tensor of integers.
     stream : 0 where all ranks need the same result, `rank_stream()` where each has its own.
+
+    Examples
+    --------
+    >>> rounded = round_stochastically(tf.fill([3], 1.001), seed=1)  # 1 or 1.0078
     """
     _check_type(dtype)
     values = ops.convert_to_tensor(values)
@@ -116,6 +120,12 @@ class StochasticCast(keras.layers.Layer):  # type: ignore[misc]  # Keras declare
     seed : of the run; layers with equal seeds need different `tensor` numbers.
     tensor : a number of the layer's own.
     **options : of keras.layers.Layer: name, ...
+
+    Examples
+    --------
+    >>> model = keras.Sequential([keras.layers.Dense(2), StochasticCast(seed=1)])
+    >>> model(x).dtype
+    tf.bfloat16
     """
 
     def __init__(self, to: str = "bfloat16", *, seed: int, tensor: int = 0, **options: Any) -> None:

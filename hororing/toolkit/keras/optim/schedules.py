@@ -85,6 +85,11 @@ class ScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
     ------
     ValueError : when training begins with ``steps_per_execution`` above 1: callbacks do not see
         every step then. Use a LearningRateSchedule.
+
+    Examples
+    --------
+    >>> warmup = schedules.WarmupPolynomial(peak=0.1, total_steps=100, warmup_steps=10)
+    >>> model.fit(x, y, callbacks=[ScheduleCallback(warmup)])
     """
 
     def __init__(self, schedule: Callable[[int], float], momentum_correction: bool = True) -> None:

@@ -15,6 +15,10 @@ class Normalize:
 
     On the CPU by the tables of `hororing.toolkit.data.normalize.Normalize`, whose arguments it has;
     elsewhere by arithmetic in float32, rounded to float16: within one unit in the last place.
+
+    >>> normalize = Normalize(mean=[0.5] * 3, std=[0.25] * 3, channels=4)
+    >>> normalize(torch.zeros(8, 8, 3, dtype=torch.uint8)).shape
+    torch.Size([8, 8, 4])
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
