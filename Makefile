@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= $(shell nproc)
 BIN := $(CURDIR)/$(VENV)/bin
-SOURCES := hororing hororing_torch_backend.py buildtools setup.py tests/python examples benchmarks
+SOURCES := hororing hororing_torch_backend.py buildtools packaging setup.py tests/python examples benchmarks
 
 # What `make test-tensorflow TF=2.19.1` runs, and where.
 TF ?= 2.19.1

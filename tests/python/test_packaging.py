@@ -118,6 +118,17 @@ def test_the_recipes_of_conda_and_spack_need_what_the_package_needs():
     assert 'common = ["numpy", "cffi>=1.15", "cloudpickle"]' in setup  # else change the recipes
 
 
+def test_conda_renders_the_recipe_for_each_mpi():
+    rattler = pytest.importorskip("rattler_build", reason="pip install py-rattler-build")
+    recipe = rattler.Stage0Recipe.from_file(ROOT / "packaging/conda/recipe.yaml")
+    variants = rattler.VariantConfig.from_file(ROOT / "packaging/conda/variants.yaml")
+    rendered = {str(each.variant["mpi"]): each.recipe for each in recipe.render(variants)}
+    assert set(rendered) == {"nompi", "openmpi", "mpich"}
+    for mpi_of, made in rendered.items():
+        needed = made.to_dict()["requirements"]
+        assert (mpi_of in needed["run"]) == (mpi_of in needed["host"]) == (mpi_of != "nompi")
+
+
 def test_info_tells_what_works():
     done = run_module("info")
     assert done.returncode == 0, done.stdout + done.stderr
