@@ -105,7 +105,7 @@ format: $(VENV)/.dev  ## ruff and clang-format, in place
 	git ls-files -co --exclude-standard '*.cc' '*.h' '*.inc' | xargs clang-format -i
 
 # ONLY="sums sets" runs some parts; REMARK="quiet machine" is written into the results.
-bench: build  ## against all peers, on 2 and 4 ranks: JSON, tables, a plot (15 minutes)
+bench: build  ## against all peers, on 2 and 4 ranks: JSON, tables, plots (half an hour)
 	$(MAKE) bench-mpich || echo "without MPICH"
 	$(MAKE) bench-horovod || echo "without Horovod"
 	python benchmarks/bench.py --remark "$(REMARK)" $(if $(ONLY),--only $(ONLY))
