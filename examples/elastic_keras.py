@@ -24,7 +24,6 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    hvd.init()
     keras.utils.set_random_seed(1)
     digits = load_digits()
     images = digits.images.reshape(-1, 64).astype("float32") / 16
@@ -35,6 +34,7 @@ def main() -> None:
         keras.layers.Dense(128, activation="relu"),
         keras.layers.Dense(10),
     ])  # fmt: skip
+    hvd.init()  # a new process is waited for from here to `train`
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(args.lr * hvd.size()))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"])
@@ -60,7 +60,8 @@ def main() -> None:
             callbacks=[
                 hvd.elastic.UpdateEpochStateCallback(state),
                 hvd.elastic.UpdateBatchStateCallback(state),
-                hvd.elastic.CommitStateCallback(state, batches_per_commit=5),
+                # A failure costs one step anyway, but on JAX; each epoch ends with a commit.
+                hvd.elastic.CommitStateCallback(state, batches_per_commit=1000),
             ],
         )
 

@@ -25,7 +25,6 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(1)
     digits = load_digits()
@@ -34,6 +33,7 @@ def main() -> None:
     train_data = TensorDataset(images[:1500], labels[:1500])
 
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    hvd.init()  # a new process is waited for from here to `train`
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr * hvd.size())
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     sampler = hvd.elastic.ElasticSampler(train_data)

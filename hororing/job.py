@@ -50,11 +50,17 @@ class Process:
     process_sets: object = None  # as `init` was given them
     timeline: str = ""  # the latest file that was asked for
     lock: threading.Lock = field(default_factory=threading.Lock)
+    before_joining: list[Callable[[], object]] = field(default_factory=list)
     at_init: list[Callable[[], None]] = field(default_factory=list)
     at_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
 
 process = Process()
+
+
+def before_joining(callback: Callable[[], object]) -> None:
+    """Call it before this process joins an elastic job, whose other ranks then wait for it."""
+    process.before_joining.append(callback)
 
 
 def at_init(callback: Callable[[], None]) -> None:

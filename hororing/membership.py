@@ -126,6 +126,8 @@ def _next(settings: Mapping[str, Any], failed: bool) -> tuple[ElasticMember, Wor
         # The store may be there but have declared this process lost; it returns as a new one.
         member.close()
         settings = {**settings, "TIMEOUT_S": _AGAIN_S}
+    for callback in _process.before_joining:
+        callback()
     member = bootstrap.join(settings)
     _process.member = member
     # If this process's own link is cut, it must learn that when the store does.

@@ -331,6 +331,55 @@ def test_an_optimizer_gets_its_state_where_its_parameters_are():
     assert devices == {"step": "cpu", "exp_avg": "meta"}
 
 
+def test_a_copy_of_a_model_takes_the_memory_of_the_one_before():
+    torch = pytest.importorskip("torch")
+    handlers = pytest.importorskip("hororing.torch.elastic.handlers")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    model.register_buffer("same", torch.ones(1).expand(3))  # cannot be written over
+    plain = handlers.ModelStateHandler(torch.nn.Sequential(model[0], model[1]))
+    for handler, kept in ((plain, True), (handlers.ModelStateHandler(model), False)):
+        before = {name: each.data_ptr() for name, each in handler.kept().items()}
+        with torch.no_grad():
+            model[0].weight += 1
+            model[1].running_mean += 2
+        handler.save()
+        wanted = {name: each.clone() for name, each in handler.value.state_dict().items()}
+        assert (before == {name: each.data_ptr() for name, each in handler.kept().items()}) == kept
+        assert handler.kept()._metadata == handler.value.state_dict()._metadata
+        with torch.no_grad():
+            model[0].weight.zero_()
+        if kept:  # else torch cannot load it
+            handler.restore()
+            assert all(
+                torch.equal(handler.value.state_dict()[name], wanted[name]) for name in wanted
+            )
+    optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.5)
+    handler = handlers.OptimizerStateHandler(optimizer)
+    for lr in (1.0, 2.0):
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = lr
+        handler.save()
+        held = handler.kept()["state"][0]["momentum_buffer"]
+        assert torch.equal(held, optimizer.state[model[0].weight]["momentum_buffer"])
+        assert held.data_ptr() != optimizer.state[model[0].weight]["momentum_buffer"].data_ptr()
+        assert handler.kept()["param_groups"][0]["lr"] == lr
+
+
+def test_the_digest_of_a_state_is_that_of_its_bits():
+    torch = pytest.importorskip("torch")
+    digest_of = pytest.importorskip("hororing.torch.elastic.state").digest_of
+    whole = torch.arange(23, dtype=torch.float32)
+    mixed = [torch.ones(3, dtype=torch.bool), torch.tensor(2.0), torch.zeros(0), whole.half()]
+    digest = digest_of([whole[1:], *mixed])
+    assert digest == digest_of([whole[1:].clone(), *mixed])  # wherever it lies in memory
+    assert 0 <= digest < 2**62
+    for number in (0, 5, 21):
+        other = whole[1:].clone()
+        other[number] += 1
+        assert digest != digest_of([other, *mixed])
+
+
 def test_all_ranks_send_if_one_needs_it(monkeypatch: pytest.MonkeyPatch):
     """Ranks that stay have left for a removal only, and a new one has come meanwhile."""
     new_needs = [0]

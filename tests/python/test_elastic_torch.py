@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 # Trains until an epoch is over that began when the newcomer was there.
 SCRIPT = """
-import os, time
+import os, sys, time
 from collections import Counter
 
 import torch
@@ -20,6 +20,7 @@ from hororing.errors import MismatchError
 COUNT, BATCH = 50, 2
 pairs = hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])
 hvd.init(process_sets=list(pairs))
+assert "torch._dynamo" in sys.modules  # or the others would wait for it
 torch.manual_seed(os.getpid())
 model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.001 * hvd.size())

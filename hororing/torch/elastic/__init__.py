@@ -20,7 +20,9 @@ Start it with hororun --min-np. See docs/elastic.md.
 
 from __future__ import annotations
 
-from hororing import elastic
+import importlib
+
+from hororing import elastic, job
 from hororing.elastic import *  # noqa: F403
 from hororing.torch.elastic.handlers import (
     ModelStateHandler,
@@ -33,6 +35,9 @@ from hororing.torch.elastic.handlers import (
 )
 from hororing.torch.elastic.sampler import ElasticSampler
 from hororing.torch.elastic.state import TorchState
+
+# The first optimizer of a process imports it, which takes 1 to 2 s.
+job.before_joining(lambda: importlib.import_module("torch._dynamo"))
 
 __all__ = [
     "ElasticSampler",

