@@ -159,11 +159,12 @@ def check_weight(weight: Any, verb: str) -> float | None:
     """Return the weight if it is a number or None. The core checks its value."""
     if weight is None:
         return None
-    if isinstance(weight, str) or not hasattr(weight, "__float__"):
-        raise TypeError(
-            f"{verb}: weight must be a number, not {type(weight).__name__} ({weight!r})"
-        )
-    return float(weight)
+    try:
+        if not isinstance(weight, str):
+            return float(weight)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise TypeError(f"{verb}: weight must be a number, not {type(weight).__name__} ({weight!r})")
 
 
 def check_splits(splits: Any, dimensions: int = 1, dtype: str = "int32") -> list[int]:

@@ -145,11 +145,13 @@ class Weighing:
         self._weighed.add(id(param))
 
     def send_total(self, failures: list[Exception]) -> None:
-        """Start the sum of the ranks' weights; append an error to `failures`."""
+        """Start the sum of the ranks' weights; an error goes to `failures`."""
         self.sent, self.all_zero = self.current, False
-        if self.sent is None:
-            return
-        self._total[0] = self.sent
+        if self.sent is not None:
+            self._start_total(self.sent, failures)
+
+    def _start_total(self, weight: float, failures: list[Exception]) -> None:
+        self._total[0] = weight
         started, code = start_many([self._request], [self._total.data_ptr()], [self._total], [])
         try:
             if not started:
@@ -158,8 +160,15 @@ class Weighing:
             failures.append(error)
 
     def finish_total(self, failures: list[Exception]) -> None:
-        """Wait for the sum, if started; not after failures: other ranks may never start it."""
-        if failures:
+        """Wait for the sum, if it was started; not after failures: others may never start it.
+
+        If only some ranks have weights, all know, and those without take part in the sum now: so no
+        request is left.
+        """
+        differ = any("weights differ" in str(error) for error in failures)
+        if differ and self.sent is None:
+            self._start_total(0.0, failures)
+        if failures and not differ:
             self._abandon_total()
         elif self._request.handle:
             try:

@@ -377,7 +377,6 @@ def test_every_verb_is_right_on_a_gpu(size: int, way: str):
         ("test_torch_verbs", 2, "nccl"),
         ("test_sync_batch_norm", 2, "nccl"),
         ("test_weights", 3, "auto"),
-        ("test_torch_compression", 2, "nccl"),
         ("test_torch_mixed_precision", 4, "nccl"),
         ("test_conformance", 2, "nccl"),
         ("test_conformance", 2, "staged"),

@@ -382,4 +382,28 @@ def case_weights_can_be_given_up_and_wrong_ones_are_refused() -> None:
         summing.weight = 1
 
 
+def case_a_weight_on_some_ranks_only_is_an_error_everywhere() -> None:
+    for options in ({}, {"groups": 1}, {"backward_passes_per_step": 2}):
+        model = network()
+        passes = options.get("backward_passes_per_step", 1)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+            **options,  # type: ignore[arg-type]
+        )  # fmt: skip
+        x, y = batch_of(draws(86), torch.float64)
+        for everywhere in (hvd.size() == 1, True):
+            optimizer.zero_grad()
+            optimizer.weight = hvd.rank() + 1 if everywhere or hvd.rank() == 0 else None
+            for _ in range(passes - 1):
+                mean_loss(model, x, y).backward()
+            if everywhere:
+                mean_loss(model, x, y).backward()
+            else:
+                with pytest.raises(MismatchError, match="weights differ"):
+                    mean_loss(model, x, y).backward()
+        twin = network()
+        mean_loss(twin, x, y).backward()
+        compare(model, twin, 1e-12, gradients=True)
+
+
 test_case = session.on_ranks(globals(), 1, 2, 3, 4, session="torch")

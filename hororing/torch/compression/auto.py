@@ -80,8 +80,8 @@ class Auto(StatefulCompression):
                 f"Compression.auto: methods={self.methods!r} must be a tuple of methods, such as "
                 "Compression.int8"
             )
-        if not -1 <= self.least_cosine <= 1:
-            raise ValueError(f"Compression.auto: least_cosine={self.least_cosine} is no cosine")
+        if not isinstance(self.least_cosine, int | float) or not -1 <= self.least_cosine <= 1:
+            raise ValueError(f"Compression.auto: least_cosine={self.least_cosine!r} is no cosine")
         if not isinstance(self.sample_steps, int) or self.sample_steps < 1:
             raise ValueError(f"Compression.auto: sample_steps={self.sample_steps} must be positive")
 
