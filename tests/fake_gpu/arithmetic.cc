@@ -94,16 +94,25 @@ void ReduceIntegers(int op, const std::vector<std::vector<char>>& inputs, size_t
 
 }  // namespace
 
-void Reduce(int type, int op, double factor, const std::vector<std::vector<char>>& inputs,
-            size_t count, char* out) {
+std::vector<char> Multiplied(int type, double factor, const void* from, size_t count) {
+  const size_t size = SizeOf(type);
+  const auto* begin = static_cast<const char*>(from);
+  std::vector<char> result(begin, begin + count * size);
+  for (size_t i = 0; i < count && factor != 1; ++i) {
+    Store(type, &result[i * size], Load(type, begin + i * size) * factor);
+  }
+  return result;
+}
+
+void Reduce(int type, int op, const std::vector<std::vector<char>>& inputs, size_t count,
+            char* out) {
   if (type == kInt32) return ReduceIntegers<int32_t, uint32_t>(op, inputs, count, out);
   if (type == kInt64) return ReduceIntegers<int64_t, uint64_t>(op, inputs, count, out);
   const size_t size = SizeOf(type);
   for (size_t i = 0; i < count; ++i) {
     double total = 0;
     for (size_t r = 0; r < inputs.size(); ++r) {
-      double value = Load(type, inputs[r].data() + i * size);
-      if (op >= kPreMulSum) value *= factor;
+      const double value = Load(type, inputs[r].data() + i * size);
       if (r == 0)
         total = value;
       else if (op == kSum || op == kAvg || op >= kPreMulSum)

@@ -23,8 +23,9 @@ enum Op { kSum, kProd, kMax, kMin, kAvg, kPreMulSum };
 
 size_t SizeOf(int type);
 double Load(int type, const char* at);
-// `factor`: of kPreMulSum and beyond.
-void Reduce(int type, int op, double factor, const std::vector<std::vector<char>>& inputs,
-            size_t count, char* out);
+// What a rank sends for an operation with a factor of its own.
+std::vector<char> Multiplied(int type, double factor, const void* from, size_t count);
+void Reduce(int type, int op, const std::vector<std::vector<char>>& inputs, size_t count,
+            char* out);
 
 }  // namespace fake_gpu

@@ -272,8 +272,8 @@ FAKE int ncclAllReduce(const void* send, void* receive, size_t count, int type, 
   return Collective(comm, stream, [=] {
     Header header = HeaderOf("allreduce", count * SizeOf(type), type, op);
     header.registered = registered;
-    const auto all = Exchange(*comm, header, send);
-    Reduce(type, op, factor, all, count, static_cast<char*>(receive));
+    const auto all = Exchange(*comm, header, Multiplied(type, factor, send, count).data());
+    Reduce(type, op, all, count, static_cast<char*>(receive));
   });
 }
 
@@ -299,8 +299,8 @@ FAKE int ncclReduce(const void* send, void* receive, size_t count, int type, int
   const double factor = FactorOf(comm, op);
   return Collective(comm, stream, [=] {
     const Header header = HeaderOf("reduce", count * SizeOf(type), type, op, root);
-    const auto all = Exchange(*comm, header, send);
-    if (comm->rank == root) Reduce(type, op, factor, all, count, static_cast<char*>(receive));
+    const auto all = Exchange(*comm, header, Multiplied(type, factor, send, count).data());
+    if (comm->rank == root) Reduce(type, op, all, count, static_cast<char*>(receive));
   });
 }
 
@@ -313,11 +313,11 @@ FAKE int ncclReduceScatter(const void* send, void* receive, size_t count, int ty
     const size_t bytes = count * SizeOf(type), ranks = static_cast<size_t>(comm->ranks);
     Header header = HeaderOf("reducescatter", bytes * ranks, type, op);
     header.registered = registered;
-    auto all = Exchange(*comm, header, send);
+    auto all = Exchange(*comm, header, Multiplied(type, factor, send, count * ranks).data());
     for (auto& each : all) {
       each.erase(each.begin(), each.begin() + static_cast<long>(bytes) * comm->rank);
     }
-    Reduce(type, op, factor, all, count, static_cast<char*>(receive));
+    Reduce(type, op, all, count, static_cast<char*>(receive));
   });
 }
 
