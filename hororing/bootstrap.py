@@ -217,8 +217,8 @@ def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> JobSet
     _check_ranks(ranks)
     if not place.rendezvous and ranks["SIZE"] > 1:
         raise ValueError(
-            f"{_PREFIX}SIZE={ranks['SIZE']} tells of other ranks, but {_PREFIX}RENDEZVOUS does not "
-            "tell where to find them: set it to host:port or to file:///directory"
+            f"{_PREFIX}SIZE={ranks['SIZE']} shows that there are other ranks, but "
+            f"{_PREFIX}RENDEZVOUS does not say where: set it to host:port or to file:///directory"
         )
     return JobSettings(
         ranks["RANK"],
@@ -389,8 +389,8 @@ def _store(told: JobSettings) -> tuple[Store | None, str]:
     everywhere = not _is_of_this_host_alone(place)
     if everywhere and not interfaces.is_own(host):
         without = (
-            f"rank 0 has started no store, since {host} ({_PREFIX}RENDEZVOUS) is no address of its "
-            f"host {socket.gethostname()}: give one of the host on which rank 0 runs"
+            f"rank 0 did not start a store, because {host} ({_PREFIX}RENDEZVOUS) is not an "
+            f"address of its host {socket.gethostname()}: give one of the host on which rank 0 runs"
         )
         logging.getLogger("hororing").warning("%s, unless a store runs there already", without)
         return None, without
@@ -407,7 +407,7 @@ def _store(told: JobSettings) -> tuple[Store | None, str]:
         store.start_thread()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return None, f"rank 0 has started no store, since port {port} of its host is in use"
+            return None, f"rank 0 did not start a store, because port {port} of its host is in use"
         raise
     return store, ""
 

@@ -23,7 +23,7 @@ def parse_hosts(text: str) -> list[Host]:
 
     Raises
     ------
-    ValueError : the part that is not understood, or a host that comes twice.
+    ValueError : the part that is not understood, or a host that occurs twice.
     """
     hosts: list[Host] = []
     for item in re.split(r",(?![^\[\]]*\])", text):
@@ -40,7 +40,7 @@ def read_hostfile(path: str | os.PathLike[str]) -> list[Host]:
 
     Raises
     ------
-    OSError, ValueError : no such file; a line that is not understood; a host that comes twice.
+    OSError, ValueError : no such file; a line that is not understood; a host that occurs twice.
     """
     hosts = []
     with open(path, encoding="utf-8") as file:
@@ -75,7 +75,7 @@ def _once(hosts: list[Host]) -> list[Host]:
     names = [host.name for host in hosts]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"hosts: {name!r} comes twice")
+            raise ValueError(f"hosts: {name!r} occurs twice")
     if not hosts:
         raise ValueError("hosts: there is none")
     return hosts

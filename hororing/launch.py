@@ -277,8 +277,8 @@ def refuse_without_mpi(launch: Launch) -> None:
     """ValueError if there are other processes that MPI does not connect with this one."""
     if launch.launched and not launch.mpi:
         raise ValueError(
-            f"init: {launch.sign} tells of {launch.least_size} processes or more (as set by "
-            f"{launch.launcher}), but neither MPI nor HORORING_RENDEZVOUS connects this process "
+            f"init: {launch.sign} shows that there are at least {launch.least_size} processes (set "
+            f"by {launch.launcher}), but neither MPI nor HORORING_RENDEZVOUS connects this process "
             "with them: use hororun -np N python ... or mpirun; or set HORORING_ALONE=1, if this "
             "process is to be a job of one rank"
         )
@@ -297,8 +297,8 @@ def refuse_children(launch: Launch, environ: Mapping[str, str] | None = None) ->
     if pid not in ("", str(os.getpid())) and job == _job(env):
         raise ValueError(
             f"init: called in a process that rank {launch.rank} (pid {pid}) has started, of which "
-            "it inherits the launcher's variables, but it is no rank itself; set HORORING_ALONE=1 "
-            "in its environment if it is to be a job of one rank"
+            "it inherits the launcher's variables, but it is not a rank itself; set "
+            "HORORING_ALONE=1 in its environment if it is to be a job of one rank"
         )
 
 

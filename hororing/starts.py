@@ -65,8 +65,8 @@ def _torch(started_by: Launch, env: Mapping[str, str]) -> Place:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not env.get(name):
             raise ValueError(
-                f"init: {started_by.sign} tells of other ranks, but {name} is not set: start with "
-                f"torchrun or hororun, or set HORORING_RENDEZVOUS; {_ALONE}"
+                f"init: {started_by.sign} shows that there are other ranks, but {name} is not set: "
+                f"start with torchrun or hororun, or set HORORING_RENDEZVOUS; {_ALONE}"
             )
     port = env["MASTER_PORT"]
     if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
@@ -84,7 +84,8 @@ def _slurm(started_by: Launch, env: Mapping[str, str]) -> Place:
     name = job(started_by, env)
     if not name:
         raise ValueError(
-            f"init: {started_by.sign} tells of other ranks, but SLURM_JOB_ID is not set; {_ALONE}"
+            f"init: {started_by.sign} shows that there are other ranks, but SLURM_JOB_ID is not "
+            f"set; {_ALONE}"
         )
     if env.get("SLURM_STEP_NUM_NODES") == "1":
         return Place(FILE + _ONE_NODE, name, one_host=True)

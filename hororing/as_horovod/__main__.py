@@ -4,9 +4,9 @@
     mpirun -np 4 python -m hororing.as_horovod -m package.train ...
     mpirun -np 4 python -m hororing.as_horovod -c 'import horovod.torch; ...' ...
 
-It sees what it would see if Python had been given the same arguments: `sys.argv`, `sys.path`,
-`__main__`. The module `__main__` is replaced for good, which `runpy` would undo when the script has
-ended: exit hooks and threads that live longer still need it.
+The script sees what it would see if Python had been given the same arguments: `sys.argv`,
+`sys.path`, `__main__`. The module `__main__` is replaced for good, because exit hooks and
+long-lived threads still need it; `runpy` would restore it when the script has ended.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hororing.as_horovod.hints import hint
 
 
 def main(arguments: list[str]) -> None:
-    """Run what `arguments` ask for, as python does."""
+    """Run the program that `arguments` name, as python does."""
     parser = _parser()
     first, *rest = arguments or [""]
     run: Callable[[str], None] = _run_file
     if first[:2] in ("-m", "-c"):
-        # Like python: the value may be glued to the option, and ends our options.
+        # Like python: the value may be attached to the option, and ends our options.
         what, *rest = [first[2:], *rest] if first[2:] else rest or [""]
         run = _run_module if first[:2] == "-m" else _run_code
     else:
@@ -65,7 +65,7 @@ def _run_code(text: str) -> None:
 
 
 def _run_module(name: str) -> None:
-    sys.argv[0] = "-m"  # while packages on the way to it are imported
+    sys.argv[0] = "-m"  # while its parent packages are imported
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -115,7 +115,7 @@ def _run_spec(spec: ModuleSpec, names: dict[str, object]) -> None:
 
 
 def _set_first_path(entry: str) -> None:
-    """Replace the entry of `python -m hororing.as_horovod`, which is the current folder."""
+    """Replace the path entry of `python -m hororing.as_horovod`, the current folder."""
     if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):  # else there is none
         sys.path[0] = entry
 
@@ -147,7 +147,7 @@ def _become_main(compiled: Callable[[], CodeType], names: dict[str, object]) -> 
 
 
 def _without_this_file(trace: TracebackType | None) -> TracebackType | None:
-    """Begin with the script's first frame; None where it was not even compiled."""
+    """Start with the script's first frame; None if it was not even compiled."""
     while trace is not None and trace.tb_frame.f_globals is not sys.modules["__main__"].__dict__:
         trace = trace.tb_next
     return trace

@@ -1,8 +1,8 @@
 """Makes Python's import system find hororing's modules under Horovod's names.
 
-The finder stands before all others and answers for every name that begins with "horovod": with our
-own module object, of which there is never a second copy, or with an ImportError that names what
-does not exist. A Horovod that is installed beside us is hidden, not touched.
+The finder precedes all others and answers for every name that begins with "horovod": with our own
+module object, never a second copy, or with an ImportError that names what does not exist. An
+installed Horovod is hidden, not changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _missing_text(name: str) -> str:
 
 
 class _Loader(Loader):
-    """Loads a module of ours for Horovod's name."""
+    """Loads a module of ours under Horovod's name."""
 
     def __init__(self, ours: str) -> None:
         self.ours = ours
@@ -41,12 +41,12 @@ class _Loader(Loader):
         ours = importlib.import_module(self.ours)
         if "__getattr__" not in vars(ours):
             ours.__getattr__ = _lazy_submodules(name)  # type: ignore[method-assign]
-        # The import system takes what it finds here for the module.
+        # The import system uses the module that it finds here.
         sys.modules[name] = ours
 
 
 def _lazy_submodules(module: str) -> Callable[[str], Any]:
-    """`__getattr__` of a module: its modules are there without importing them, as in Horovod."""
+    """`__getattr__` of a module: its submodules need no import, as in Horovod."""
 
     def get(attribute: str) -> Any:
         name = f"{module}.{attribute}"
@@ -76,7 +76,7 @@ class _Finder(MetaPathFinder):
         return ModuleSpec(fullname, _Loader(ours.name), origin=ours.origin, is_package=is_package)
 
     def _refuse_attribute(self, fullname: str) -> None:
-        """`from horovod.torch import elastic` asks for hororing.torch.elastic."""
+        """`from horovod.torch import elastic` requests hororing.torch.elastic."""
         parent, _, child = fullname.rpartition(".")
         if parent not in _HOROVODS_NAME:
             return
@@ -85,7 +85,7 @@ class _Finder(MetaPathFinder):
             raise ImportError(_missing_text(name), name=name)
 
     def our_spec(self, name: str) -> ModuleSpec | None:
-        """Look for our module by the other finders; None where there is none."""
+        """Find our module through the other finders; None if there is none."""
         ours = MODULES.get(name)
         if ours is None:
             return None
@@ -110,7 +110,7 @@ class InstallWhenUnpickled:
 def install() -> None:
     """Let ``import horovod`` and its modules mean hororing, in this process and its workers.
 
-    Does nothing the second time.
+    Does nothing if called again.
 
     Raises
     ------
@@ -130,9 +130,9 @@ def install() -> None:
 
 
 def _install_in_workers() -> None:
-    """Workers that multiprocessing spawns import the script again, and horovod with it.
+    """Install the finder in workers that multiprocessing spawns and that import horovod again.
 
-    They unpickle their preparation data before that.
+    They unpickle their preparation data before that import.
     """
     prepare = spawn.get_preparation_data
 

@@ -1,4 +1,4 @@
-"""What to change in a script for Keras 2 that fails under Keras 3."""
+"""Hints for Keras 2 scripts that fail under Keras 3."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HINTS: Final = (
 
 
 def hint(error: BaseException) -> str | None:
-    """Return what to change, if `error` is one of a script for Keras 2, else None."""
+    """Return a hint if `error` is that of a script for Keras 2, else None."""
     text = str(error)
     lines = [
         linecache.getline(frame.filename, frame.lineno or 0)

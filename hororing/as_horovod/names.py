@@ -1,9 +1,9 @@
-"""The table: which module of Horovod is which of ours. Modules only; what they hold is theirs."""
+"""The table of Horovod's modules and ours. Modules only, not their contents."""
 
 from __future__ import annotations
 
-# A module of ours that does not exist is an error when a script imports it under Horovod's name,
-# and works by itself from the day on which it does.
+# A missing module of ours is an error when a script imports it under Horovod's name; once it
+# exists, it works without further changes.
 MODULES = {
     "horovod": "hororing.as_horovod.horovod",
     "horovod.common": "hororing.as_horovod.horovod.common",
@@ -56,7 +56,7 @@ _AGGREGATION = (
 )
 _BUILD = "it describes how Horovod was built; python -m hororing info shows what works here"
 
-# The way out, for what does not exist: a name and all names below it.
+# What to do about missing names: a name and all names below it.
 WAYS_OUT = {
     "horovod.runner": _LAUNCH,
     "horovod.spark": "there are no estimators: train in a function, by horovod.spark.run",
@@ -75,7 +75,7 @@ WAYS_OUT = {
 
 
 def remedy(name: str) -> str:
-    """Tell what to do about a name that does not exist here."""
+    """Say what to do about a name that does not exist here."""
     while name:
         if name in WAYS_OUT:
             return WAYS_OUT[name]

@@ -1,9 +1,9 @@
 """Environment variables in, one checked `Config` out.
 
-Every knob is a variable HORORING_<name>. Where Horovod has the same knob, its HOROVOD_* name is
-accepted too; ours wins when both are set. An empty variable counts as not set. From the table
-(hororing/config/knobs.py) come parsing, `python -m hororing config`, docs/configuration.md, and the
-values that all ranks must share.
+Every knob is a variable HORORING_<name>. If Horovod has the same knob, its HOROVOD_* name works
+too; ours wins if both are set. An empty variable counts as unset. The table
+(hororing/config/knobs.py) determines parsing, `python -m hororing config`, docs/configuration.md,
+and the values that must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hororing.config.knobs import KNOBS, PREFIX, Alias, Knob
 
 @dataclass(frozen=True)
 class Setting:
-    """The value of one knob and where it comes from: a variable's name, or "default"."""
+    """The value of one knob and its source: a variable's name, or "default"."""
 
     value: Any
     source: str = "default"
@@ -57,7 +57,7 @@ class Config(Mapping[str, Any]):
         return LEVELS[self["LOG_LEVEL"]]
 
     def changed(self) -> dict[str, str]:
-        """What is not as it comes: texts by variable."""
+        """The settings that are not defaults: texts by variable."""
         return {
             knob.variable: knob.show(self[knob.name])
             for knob in KNOBS
@@ -65,7 +65,7 @@ class Config(Mapping[str, Any]):
         }
 
     def core_for(self, local_rank: int) -> int:
-        """Core of CPU for a rank of this host; -1 where none was given."""
+        """The CPU core for a rank of this host; -1 if none is given."""
         cores = self["CPU"]
         if cores is None:
             return -1
@@ -78,7 +78,7 @@ class Config(Mapping[str, Any]):
         return int(cores[local_rank])
 
     def fingerprint(self) -> str:
-        """Lines "variable=value" of what all ranks must share."""
+        """Lines "variable=value" of the settings that must be the same on all ranks."""
         return "\n".join(
             f"{knob.variable}={knob.show(self[knob.name])}" for knob in KNOBS if knob.scope == "all"
         )
@@ -89,7 +89,7 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
 
     Raises
     ------
-    ValueError : a text that is not of the accepted form, or an unknown HORORING_* variable.
+    ValueError : an invalid text, or an unknown HORORING_* variable.
     """
     env = os.environ if environ is None else environ
     _refuse_unknown(env)
@@ -98,7 +98,7 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
     return Config(settings)
 
 
-# FUSION may be a threshold itself: there is one.
+# FUSION may be a single threshold.
 def _threshold(settings: dict[str, Setting]) -> None:
     fusion, threshold = settings["FUSION"], settings["FUSION_BYTES"]
     if isinstance(fusion.value, str):
@@ -141,7 +141,7 @@ def _refuse_unknown(env: Mapping[str, str]) -> None:
     if unknown:
         misspelt = difflib.get_close_matches(unknown[0], launch.VARIABLES, n=1, cutoff=0.9)
         nearest = (misspelt or difflib.get_close_matches(unknown[0], knobs, n=1, cutoff=0))[0]
-        # Not the value of what may be a secret with a misspelt name.
+        # Do not show the value: it may be a secret with a misspelt name.
         shown = "..." if "SECRET" in nearest else repr(env[unknown[0]])
         raise ValueError(
             f"unknown variable {unknown[0]}={shown}; did you mean {nearest}? "

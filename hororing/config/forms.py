@@ -1,4 +1,4 @@
-"""Forms of values: how a text of the environment becomes a value, and a value a text."""
+"""Forms of values: conversion of texts in the environment to values, and back."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ALGORITHMS = ("auto", "ring", "recursive_doubling", "three_phase", "leader")
 
 
 class BadText(Exception):
-    """A text is not of the accepted form; `config.load` says which and where."""
+    """A text has the wrong form; `config.load` says which and where."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a text becomes a value."""
+    """The conversion of a text to a value."""
 
     accepted: str  # ends "expected ..."
     parse: Callable[[str], Any]

@@ -22,11 +22,11 @@ def is_true(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Unused:
-    """A variable whose user may miss something."""
+    """A variable without an effect, which its user may miss."""
 
     name: str
     instead: str
-    asks: Callable[[str], bool] = is_true  # whether a value asks for something that is missing
+    asks: Callable[[str], bool] = is_true  # whether a value asks for something that hororing lacks
 
 
 def _other_than(*words: str) -> Callable[[str], bool]:

@@ -1,4 +1,4 @@
-"""The one table of knobs, and what a row says.
+"""The only table of knobs, and the meaning of a row.
 
 Defaults are written here only.
 """
@@ -33,7 +33,7 @@ PREFIX = "HORORING_"
 
 @dataclass(frozen=True)
 class Alias:
-    """Horovod's variable for a knob. `parse` returns None where it asks for the default."""
+    """Horovod's variable for a knob. `parse` returns None if it asks for the default."""
 
     name: str
     parse: Callable[[str], Any]
@@ -50,7 +50,7 @@ class Knob:
     default: Any
     help: str
     unit: str = ""
-    # Whose value counts: "all" must be equal, which init compares; "rank 0"; or "each" its own.
+    # Whose value is used: "all": must be equal, which init checks; "rank 0"; or "each": its own.
     scope: str = "each"
     aliases: tuple[Alias, ...] = field(default=())
 
@@ -60,7 +60,7 @@ class Knob:
         return PREFIX + self.name
 
     def show(self, value: Any) -> str:
-        """Text of `value`, which parses back to it."""
+        """The text of `value`; parsing it gives `value` again."""
         return "" if value is None else self.form.show(value)
 
 
@@ -186,7 +186,7 @@ KNOBS: tuple[Knob, ...] = (
         "RESET_LIMIT",
         _COUNT,
         0,
-        "how often an elastic job may be formed anew; 0: any number of times",
+        "how often an elastic job may be formed again; 0: any number of times",
     ),
     Knob(
         "ALONE",

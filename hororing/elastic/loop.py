@@ -12,11 +12,11 @@ from hororing.errors import HororingInternalError, HostsUpdatedInterrupt
 
 Train = Callable[..., Any]
 # Converts a framework's exception to ours; None if it has nothing to do with ranks.
-AsOurs = Callable[[Exception], Exception | None]
+ConvertError = Callable[[Exception], Exception | None]
 
 _NOT_ELASTIC: Final = (
-    "; this job cannot go on: start it with hororun --min-np, and hvd.elastic.run goes on with the "
-    "ranks that are left"
+    "; this job cannot continue: start it with hororun --min-np, and hvd.elastic.run continues "
+    "with the remaining ranks"
 )
 
 
@@ -45,10 +45,10 @@ def run(func: Train) -> Train:
     return run_fn(func, reset)
 
 
-def run_fn(func: Train, reset: Callable[[], None], as_ours: AsOurs = lambda error: error) -> Train:
+def run_fn(func: Train, reset: Callable[[], None], convert: ConvertError = lambda e: e) -> Train:
     """Do as `run`, with another function that forms the job again.
 
-    `as_ours` converts an exception of a framework to ours, if it comes from hororing.
+    `convert` converts an exception of a framework to ours, if it comes from hororing.
     """
 
     @functools.wraps(func)
@@ -68,7 +68,7 @@ def run_fn(func: Train, reset: Callable[[], None], as_ours: AsOurs = lambda erro
                 except HostsUpdatedInterrupt as interrupt:
                     failed, needs_sync = False, needs_sync or not interrupt.skip_sync
                 except Exception as error:
-                    failure = as_ours(error)
+                    failure = convert(error)
                     if not isinstance(failure, HororingInternalError) or isinstance(
                         failure, ValueError
                     ):

@@ -39,7 +39,7 @@ def read(path: Path) -> tuple[int, Any] | None:
             f"save_to: {path} cannot be read: {type(error).__name__}: {error}"
         ) from error
     if form != _FORMAT:
-        raise ValueError(f"save_to: {path} is no state that hororing has saved")
+        raise ValueError(f"save_to: {path} is not a state saved by hororing")
     return int(commits), kept
 
 

@@ -117,11 +117,11 @@ class State:
 
         Raises
         ------
-        ValueError : the file is not such a state, or is of another script.
+        ValueError : the file is not such a state, or is from another script.
         TypeError : a value can only be saved in memory.
         """
         if every < 1:
-            raise ValueError(f"save_to: every={every!r} is no number from 1")
+            raise ValueError(f"save_to: every={every!r} is not a whole number from 1")
         self._path, self._commits_per_file = Path(path), every
         worlds = membership.history()
         begun = bool(worlds and worlds[-1].step)
@@ -133,7 +133,7 @@ class State:
             check_names([type(self).__name__], [kind])
             self._take(kept)
         except (KeyError, ValueError, RuntimeError, AttributeError) as error:
-            raise ValueError(f"save_to: {path} is of another script: {error}") from error
+            raise ValueError(f"save_to: {path} is from another script: {error}") from error
         self._commits = commits
 
     def _kept(self) -> Any:

@@ -55,7 +55,7 @@ def _slurm(nodes: str, tasks: str) -> list[Host]:
         return hosts
     if len(counts) != len(hosts):
         raise ValueError(
-            f"SLURM_TASKS_PER_NODE={tasks} tells of {len(counts)} nodes, and "
+            f"SLURM_TASKS_PER_NODE={tasks} is for {len(counts)} nodes, and "
             f"SLURM_JOB_NODELIST={nodes} of {len(hosts)}"
         )
     return [Host(host.name, count) for host, count in zip(hosts, counts, strict=True)]

@@ -62,7 +62,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     if arguments.mpi:
         if ignored := [flag for flag in _WITHOUT_MPI if _is_given(parser, arguments, flag)]:
-            parser.error(f"{ignored[0]} does not go with --mpi; use --mpi-args for what mpirun has")
+            parser.error(f"{ignored[0]} cannot be combined with --mpi; use --mpi-args instead")
         return _mpirun(arguments, placed, command)
     program = shutil.which(command[0])
     if program is None:
@@ -176,7 +176,7 @@ def _version() -> str:
 
 def _positive(text: str) -> int:
     if not re.fullmatch(r"[1-9]\d{0,6}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
 
 
@@ -186,7 +186,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return value
 
 

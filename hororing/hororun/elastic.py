@@ -61,7 +61,7 @@ class ElasticJob:
     make_store : makes a store, to be started, which waits for so many processes at first, and calls
         what it is given with events. Also gets the hosts that are known.
     make_host : makes what stands here for the host of a name, and calls what it is given when the
-        host cannot be reached any more. CannotStartError.
+        host can no longer be reached. CannotStartError.
     make_discovery : makes what calls the one or the other from time to time: with hosts, or with
         why there are none. None: the hosts of `what` stay.
     grace_s : between the request to end and the end.
@@ -162,9 +162,9 @@ class ElasticJob:
                 lived_s=time.monotonic() - process.began if took_part else 0.0,
             )
             if process.slot.retired:
-                text += "; its slot is not used any more"
+                text += "; its slot is no longer used"
             elif rest_s > 0:
-                text += f"; its slot rests {rest_s:.1f} s"
+                text += f"; its slot pauses for {rest_s:.1f} s"
         self._output.say(text)
 
     def _finish(self) -> None:
@@ -304,7 +304,7 @@ class ElasticJob:
         came, gone = self._slots.update(hosts)
         for name in gone:
             if not first:
-                self._output.say(f"host {name} was taken away")
+                self._output.say(f"host {name} was removed")
             self._retire(name)
         if came and not first:
             self._output.say(f"host {', '.join(came)} was added")
@@ -378,7 +378,7 @@ class ElasticJob:
         if isinstance(event, Joined):
             process.uid, process.lost_at = event.uid, None
             if self._generation:
-                self._causes.append(f"process {process.number} has come")
+                self._causes.append(f"process {process.number} has arrived")
         elif isinstance(event, Lost):
             self._causes.append(f"lost process {process.number}")
             process.lost_at = time.monotonic()

@@ -23,7 +23,7 @@ def chosen(asked: Mapping[str, Any], variables: Mapping[str, str]) -> Elastic | 
     for flag, name in _NUMBERS.items():
         value = asked[flag]
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"run: {name}={value!r} is no number from 1")
+            raise ValueError(f"run: {name}={value!r} is not a whole number from 1")
     flags = argparse.Namespace(**dict.fromkeys(elastic_flags.NOT_ELASTIC), **asked)
     try:
         named = start.named_hosts(flags.hosts, flags.hostfile) or [Host("localhost")]

@@ -50,11 +50,11 @@ def add_arguments(
 ) -> None:
     """Add the flags, in a group of their own."""
     add = parser.add_argument_group(
-        "elastic jobs", "With one of the first three flags, the job goes on when processes end."
+        "elastic jobs", "With one of the first three flags, the job continues when processes end."
     ).add_argument
     add("--min-np", "--min-num-proc", type=positive, metavar="N",
-        help="fewest ranks with which the job goes on (-np)")  # fmt: skip
-    add("--max-np", "--max-num-proc", type=positive, metavar="N", help="most ranks (-np)")
+        help="minimum number of ranks (-np)")  # fmt: skip
+    add("--max-np", "--max-num-proc", type=positive, metavar="N", help="maximum number (-np)")
     add("--host-discovery-script", metavar="CMD",
         help="run once a second: prints the hosts to use, a line host:slots each")  # fmt: skip
     add("--slots-per-host", type=positive, metavar="N", help="slots of hosts without a number")
@@ -79,11 +79,11 @@ def chosen(
     if not given:
         for name in _ONLY_ELASTIC:
             if getattr(arguments, name) is not None:
-                raise ValueError(f"{_flag(name)} is of elastic jobs: give --min-np N, too")
+                raise ValueError(f"{_flag(name)} is for elastic jobs: give --min-np N, too")
         return None
     for name in NOT_ELASTIC:
         if getattr(arguments, name):
-            raise ValueError(f"{_flag(name)} does not go with {_flag(given[0])}")
+            raise ValueError(f"{_flag(name)} cannot be combined with {_flag(given[0])}")
     np = arguments.num_proc or arguments.min_np
     if np is None:
         raise ValueError(f"{_flag(given[0])}: how many ranks at the start? Give -np N")

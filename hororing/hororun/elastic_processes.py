@@ -39,7 +39,7 @@ class ElasticHost:
 
     of: ProcessHost
     ready_by: float  # the agent must have answered
-    leaves: bool = False  # it was taken away
+    leaves: bool = False  # it was removed
 
 
 @dataclass(eq=False)

@@ -143,7 +143,7 @@ def run(
     }  # fmt: skip
     elastic = elastic_call.chosen(asked, given)
     if reset_limit is not None and elastic is None:
-        raise ValueError("run: reset_limit is of elastic jobs: give min_np, too")
+        raise ValueError("run: reset_limit is for elastic jobs: give min_np, too")
     placed = [] if elastic else _placed(size, hosts, hostfile)
     what = start.Start(
         placed,
@@ -229,7 +229,7 @@ def _one(name: str, value: int | None, other: str, same: int | None) -> int | No
 
 def _placed(size: int | None, hosts: str | None, hostfile: str | None) -> list[Place]:
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise ValueError(f"run: np={size!r} is no number from 1")
+        raise ValueError(f"run: np={size!r} is not a whole number from 1")
     try:
         named = start.named_hosts(hosts, hostfile) or [Host("localhost")]
         if size is None and all(host.slots is None for host in named):

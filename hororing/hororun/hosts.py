@@ -129,7 +129,7 @@ class RemoteHost:
         pipes = self._popen.stdin, self._popen.stdout, self._popen.stderr
         assert None not in pipes
         self._in, self._out, self._err = (pipe for pipe in pipes if pipe is not None)
-        for stream, call in ((self._out, self._hear), (self._err, self._read_rsh)):
+        for stream, call in ((self._out, self._read_agent), (self._err, self._read_rsh)):
             os.set_blocking(stream.fileno(), False)
             selector.register(stream, selectors.EVENT_READ, call)
         os.set_blocking(self._in.fileno(), False)
@@ -221,7 +221,7 @@ class RemoteHost:
         for line in text.decode("utf-8", "replace").splitlines():
             self._say(f"{self.name}: {line}")
 
-    def _hear(self) -> None:
+    def _read_agent(self) -> None:
         if not self._take():
             self._selector.unregister(self._out)
             self._ended()

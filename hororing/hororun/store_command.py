@@ -30,14 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-np", "--num-proc", type=int, required=True, metavar="N",
         help="how many processes the job waits for at its start")  # fmt: skip
-    add("--min-np", type=int, metavar="N", help="fewest with which it goes on (-np)")
-    add("--max-np", type=int, metavar="N", help="most that take part (-np)")
+    add("--min-np", type=int, metavar="N", help="minimum number of processes (-np)")
+    add("--max-np", type=int, metavar="N", help="maximum number of processes (-np)")
     add("--listen", default=_DEFAULT, metavar="[HOST:]PORT",
         help=f"where processes find it; a port alone: at all addresses ({_DEFAULT})")  # fmt: skip
     add("--membership", type=Path, metavar="FILE",
         help="gets a line of JSON for each generation")  # fmt: skip
     add("--linger", type=float, default=0.0, metavar="S",
-        help="stay so long after the end: processes that come late then end well (0)")  # fmt: skip
+        help="serve this long after the end, so that late processes exit cleanly (0)")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,7 +96,7 @@ class _Job:
         """None: the job goes on; "": it has finished; else why it has failed."""
         if isinstance(event, Joined):
             self._members[event.uid] = False
-            self._causes += [f"{_describe(event)} has come"] if self._generation else []
+            self._causes += [f"{_describe(event)} has arrived"] if self._generation else []
         elif isinstance(event, World):
             return self._form(event)
         elif isinstance(event, Ended):

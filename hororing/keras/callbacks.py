@@ -59,7 +59,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._local.add(_key(var))
 
     def set_model(self, model: Any) -> None:
-        """Look at how the model was compiled."""
+        """Check how the model was compiled."""
         super().set_model(model)
         optimizer = getattr(model, "optimizer", None)
         inner = getattr(optimizer, "inner_optimizer", None)
@@ -69,7 +69,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             backend().prepare(model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast, if there is something; again, when an elastic job was formed anew."""
+        """Broadcast, if the model is built; again, when an elastic job was formed again."""
         self._done = self._done and self._generation == membership.generation()
         self._generation = membership.generation()
         if self.model.built and not self._done:
@@ -80,7 +80,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._submitted = collectives.submitted()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Check that gradients were reduced; broadcast, if there was nothing before."""
+        """Check that gradients were reduced; broadcast, if the model was not built before."""
         if not self._checked:
             self._checked = True
             self._check()
@@ -92,9 +92,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if size() == 1 or optimizer is None:
             return
         if isinstance(optimizer, Distributed):
-            if optimizer._settings.reduces and not optimizer._hororing.reached:
+            if optimizer._settings.reduces and not optimizer._hororing.was_called:
                 raise RuntimeError(NOTHING_REDUCED)
-        elif collectives.submitted() == self._submitted:  # a train step may reduce by itself
+        elif collectives.submitted() == self._submitted:  # a train step may reduce gradients itself
             raise RuntimeError(NOTHING_REDUCED)
 
     def _broadcast(self) -> None:
@@ -159,12 +159,12 @@ class LearningRateWarmupCallback(fit_callbacks.LearningRateWarmup, LearningRateS
 class BestModelCheckpoint(fit_callbacks.BestModel, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
     """Saves the best model so far, on rank 0 only.
 
-    Put MetricAverageCallback before it, so that the best of all ranks counts.
+    Put MetricAverageCallback before it, so that the average of all ranks decides.
 
     Parameters
     ----------
     monitor, verbose, mode, save_freq, save_weights_only : as for keras.callbacks.ModelCheckpoint.
-    filepath : where to; may be assigned later, before training, to the attribute of this name.
+    filepath : the path; may be set later, before training, through the attribute of this name.
 
     Examples
     --------

@@ -1,9 +1,9 @@
 """A mixin for optimizers: gradients are reduced before each update.
 
-Keras calls an optimizer through `apply` (TensorFlow, torch) or `stateless_apply` (JAX), and through
-nothing else; both are overridden here. Reduced gradients go to the optimizer's own methods, so
-that clipping, unscaling, the test for infinities, Keras' own accumulation of gradients and
-schedules see what one process with the whole batch would.
+Keras calls an optimizer only through `apply` (TensorFlow, torch) or `stateless_apply` (JAX); both
+are overridden here. Reduced gradients go to the optimizer's own methods, so clipping, unscaling,
+the test for infinities, Keras' own accumulation of gradients and schedules see the same as in one
+process with the whole batch.
 
 Source of op=Adasum, which reduces what the optimizer changed instead: S. Maleki et al., "Scaling
 distributed training with adaptive summation", 2020, arXiv:2006.02924.
@@ -36,13 +36,13 @@ class _State:
 
     def __init__(self, first_iteration: int = 0) -> None:
         self.first_iteration = first_iteration  # when it became distributed
-        self.reached = False  # Keras has called `apply` or `stateless_apply`
-        self.within = False  # `stateless_apply` is about to call `apply`
+        self.was_called = False  # Keras has called `apply` or `stateless_apply`
+        self.stateless = False  # `stateless_apply` is about to call `apply`
         self.local_variables: list[Any] = []
         self.local_layers: Sequence[Any] = ()
         self.accumulator: Accumulator | None = None
         self.stepper: Stepper | None = None
-        self.weight: Any = None  # a function, or a variable; None: all ranks count the same
+        self.weight: Any = None  # a function or a variable; None: all ranks count the same
 
 
 class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no types
@@ -67,9 +67,9 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
 
     @property
     def stepper(self) -> Stepper | None:
-        """For an elastic state. None: ranks do not take each step together, or it is not known.
+        """For an elastic state. None: ranks do not take steps together, or that is unknown.
 
-        Sub-classes change variables in other ways, too.
+        Sub-classes also change variables in other ways.
         """
         settings, state = self._settings, self._hororing
         together = (
@@ -82,25 +82,26 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         return state.stepper if together else None
 
     def register_local_var(self, var: Any) -> None:
-        """Leave the gradient of a variable out of the reduction: each rank has its own."""
+        """Exclude the gradient of a variable from the reduction: each rank has its own."""
         self._hororing.local_variables.append(var)
 
     @property
     def weight(self) -> Any:
-        """How much this rank counts in the average of gradients: its number of samples, or what
-        sample weights add up to. A number, or a function without arguments that returns one, or a
-        tensor; it is called in the train step, for each update.
+        """How much this rank counts in the average of gradients, for example its number of samples.
 
-        Then gradients are averages weighted by it: the sum of all ranks' gradients times their
-        weights, divided by the sum of the weights. A rank with weight 0 contributes nothing; where
-        all weights are 0 nothing changes. All ranks set one before the first batch, or none does.
-        None, as at first: all ranks count the same. A copy of the optimizer has none.
+        A number, or a tensor, or a function without arguments that returns one; the train step
+        calls it for each update.
+
+        Gradients are then averages weighted by it: the sum of all ranks' gradients times their
+        weights, divided by the sum of the weights. A rank with weight 0 contributes nothing; if all
+        weights are 0, nothing changes. Either all ranks set one before the first batch, or none
+        does. None, the default: all ranks count the same. A copy of the optimizer has none.
 
         Raises
         ------
-        ValueError : for a number that is negative or not finite, for another op than Average, and
+        ValueError : for a number that is negative or not finite, for an op other than Average, and
             together with backward_passes_per_step.
-        RuntimeError : where the train step was made without.
+        RuntimeError : the train step was made without a weight.
         NotImplementedError : on JAX.
         """
         weight = self._hororing.weight
@@ -109,7 +110,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
     @weight.setter
     def weight(self, weight: Any) -> None:
         state, settings = self._hororing, self._settings
-        if state.reached and (state.weight is None) != (weight is None):
+        if state.was_called and (state.weight is None) != (weight is None):
             raise RuntimeError("optimizer: set its weight before the first batch")
         if weight is None:
             state.weight = None
@@ -130,7 +131,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         assert number is not None
         if not 0 <= number < math.inf:
             raise ValueError(f"optimizer: weight={weight} must be finite and not negative")
-        if not isinstance(state.weight, keras.Variable):  # which a train step reads each time
+        if not isinstance(state.weight, keras.Variable):  # a train step reads variables each time
             state.weight = keras.Variable(number, trainable=False, dtype="float64", name="weight")
         state.weight.assign(number)
 
@@ -148,10 +149,10 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
         apply = super().apply
-        if state.within or not grads or (trainable_variables is None and not self.built):
+        if state.stateless or not grads or (trainable_variables is None and not self.built):
             apply(grads, trainable_variables)
             return
-        state.reached = True
+        state.was_called = True
         if not self.built:
             with keras.name_scope(self.name, caller=self):
                 self.build(trainable_variables)
@@ -190,17 +191,17 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
     ) -> tuple[list[Any], list[Any]]:
         """Reduce the gradients and return updated values."""
         state = self._hororing
-        state.reached = True
+        state.was_called = True
         stateless_apply = super().stateless_apply
         before, own = list(trainable_variables), list(optimizer_variables)
         variables = self._trainable_variables
 
         def plain(totals: list[Any]) -> tuple[list[Any], list[Any]]:
-            state.within = True
+            state.stateless = True
             try:
                 weights, others = stateless_apply(own, totals, before)
             finally:
-                state.within = False
+                state.stateless = False
             return list(weights), list(others)
 
         def update(totals: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -222,10 +223,10 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         return result
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """End `model.fit`. RuntimeError if it has trained without a single reduction."""
+        """End `model.fit`. RuntimeError if it trained without a single reduction."""
         super().finalize_variable_values(var_list)
         state = self._hororing
-        if state.reached or not self._settings.reduces:
+        if state.was_called or not self._settings.reduces:
             return
         if int(ops.convert_to_numpy(self.iterations)) > state.first_iteration:
             raise RuntimeError(NOTHING_REDUCED)
@@ -239,7 +240,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return an optimizer like it, as Keras does: without variables yet. Distributed, too."""
+        """Return a similar optimizer, as Keras does: without variables so far. Also distributed."""
         return type(self).from_config(self.get_config())
 
     # -- the parts of an update -----------------------------------------------------------------
@@ -256,7 +257,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         update: Update,
         otherwise: Callable[[], Any],
     ) -> Any:
-        """Add up gradients; every so many calls `update` with the totals."""
+        """Add up gradients; every `passes` calls, `update` with the totals."""
         accumulator = self._hororing.accumulator
         if accumulator is None:
             return update(grads)
@@ -265,11 +266,11 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         return backend().choose(due, lambda: update(take()), otherwise)
 
     def _reduced(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the gradients reduced over the ranks, but for those of local variables."""
+        """Return the gradients reduced over the ranks, except for those of local variables."""
         return self._reduced_among(grads, variables, self._settings)
 
     def _weighted(self, grads: list[Any], variables: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Return whether any rank counts, None without weights; and the gradients reduced."""
+        """Return the reduced gradients, and whether any rank counts (None without weights)."""
         given = self._hororing.weight
         if given is None:
             return None, self._reduced(grads, variables)
@@ -304,9 +305,9 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
     def _reduced_maxima(
         self, grads: list[Any], variables: Sequence[Any], settings: Settings
     ) -> list[Any]:
-        """Reduce only what is no gradient but replaces its variable: scales of float8.
+        """Reduce values that are not gradients but replace their variables: scales of float8.
 
-        As Keras does where it accumulates them, the largest counts.
+        As when Keras accumulates them, the largest counts.
         """
         results = list(grads)
         maxima = [
@@ -338,7 +339,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
     def _combine_changes(
         self, before: Sequence[Any], after: Sequence[Any], variables: Sequence[Any]
     ) -> list[Any]:
-        """Return the values before plus the Adasum of what every rank's own update changed."""
+        """Return the previous values plus the Adasum of the changes by every rank's own update."""
         changes = [ops.subtract(new, old) for new, old in zip(after, before, strict=True)]
         settings = self._settings
         combined = backend().reduce(
@@ -356,7 +357,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         return {self._var_key(variable) for variable in (*state.local_variables, *layers)}
 
     def _names(self, variables: Sequence[Any]) -> list[str]:
-        """Equal on all ranks, whatever Keras has numbered: by place, and a word to know it by."""
+        """Names that are equal on all ranks, however Keras has numbered: by place, and readable."""
         return [
             f"{self._settings.name}/{self._get_variable_index(variable)}."
             f"{str(variable.name).partition(':')[0].rpartition('/')[2]}"
@@ -364,7 +365,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         ]
 
     def _groups(self, variables: Sequence[Any], settings: Settings) -> list[list[int]]:
-        """Places among `variables` that are reduced in one go."""
+        """Places among `variables` that are reduced in one request."""
         groups = settings.groups
         if isinstance(groups, int):
             bounds = [number * len(variables) // max(groups, 1) for number in range(groups + 1)]
@@ -411,7 +412,7 @@ def wrapped(
 ) -> Any:
     """Make `optimizer` itself distributed and return it, or its LossScaleOptimizer.
 
-    Its class is made of `mixin`, its own and what is in `namespace`.
+    Its class is made of `mixin`, the optimizer's own class and `namespace`.
     """
     if not isinstance(optimizer, keras.Optimizer):
         of_keras_2 = type(optimizer).__module__.startswith("tf_keras.")
@@ -436,12 +437,12 @@ def wrapped(
         "__module__": base.__module__,
         "__doc__": base.__doc__,
         "_settings": settings,
-        "apply": backend().as_written(Distributed.apply),
+        "apply": backend().not_rewritten(Distributed.apply),
         # Keras writes this class into files, which then load without us; `isinstance` and
         # `type` see the real one.
         "__class__": property(lambda self: base),
     }
-    # Not by Keras' __setattr__, which would compare classes first.
+    # Not through Keras' __setattr__, which would compare classes first.
     object.__setattr__(optimizer, "__class__", type(base.__name__, (mixin, base), namespace))
     optimizer._become_distributed(tuple(local_layers))
     return optimizer

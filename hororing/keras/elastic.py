@@ -43,8 +43,8 @@ from hororing.keras.backends import backend
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Do as `hororing.elastic.run`, also for the errors of what Keras has compiled."""
-    return run_fn(func, reset, lambda error: backend().as_ours(error))
+    """Do as `hororing.elastic.run`, also for errors from compiled Keras functions."""
+    return run_fn(func, reset, lambda error: backend().convert_error(error))
 
 
 class KerasState(ModelState):
@@ -54,8 +54,8 @@ class KerasState(ModelState):
 
     Parameters
     ----------
-    model : it must be built.
-    optimizer : None: that of the compiled model, if it is.
+    model : must be built.
+    optimizer : None: that of the compiled model, if any.
     kwargs : the objects by name.
 
     Raises

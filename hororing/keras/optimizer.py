@@ -96,7 +96,7 @@ def PartialDistributedOptimizer(
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
 ) -> Any:
-    """Do as `DistributedOptimizer`, but leave out what `local_layers` train.
+    """Do as `DistributedOptimizer`, but exclude the variables of `local_layers`.
 
     `local_layers` is a layer, or a list of layers, that differ between ranks. Copies of the
     optimizer do not know them.
@@ -134,7 +134,7 @@ def load_model(
     Parameters
     ----------
     filepath : a file of ``model.save``, with or without hororing.
-    custom_optimizers : classes of optimizers that the file may hold beside those of Keras.
+    custom_optimizers : classes of optimizers that the file may contain, besides those of Keras.
     custom_objects : as for ``keras.models.load_model``.
     compression : as for `DistributedOptimizer`. For its other arguments use
         ``keras.models.load_model``, and ``DistributedOptimizer(model.optimizer, ...)`` after it.

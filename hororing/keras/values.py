@@ -65,7 +65,7 @@ def allgather(value: Any, name: str | None = None) -> Any:
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return, on every rank, what rank `root_rank` passes. Shapes and types must be equal.
+    """Return, on every rank, the value that rank `root_rank` passes. Shapes and types are equal.
 
     >>> first = hvd.broadcast(weights, root_rank=0)
     """

@@ -84,7 +84,7 @@ class RayExecutor:
     ) -> None:
         is_elastic = min_workers is not None or max_workers is not None
         if is_elastic and num_hosts is not None:
-            raise ValueError("RayExecutor: num_hosts does not go with min_workers, max_workers")
+            raise ValueError("RayExecutor: num_hosts excludes min_workers and max_workers")
         if not is_elastic and (reset_limit is not None or cooldown_range is not None):
             raise ValueError("RayExecutor: reset_limit and cooldown_range need min_workers")
         if not is_elastic and (num_workers is None) == (num_hosts is None):
@@ -101,7 +101,7 @@ class RayExecutor:
             ("gpus_per_worker", 1 if gpus_per_worker is None else gpus_per_worker),
         ):
             if not isinstance(number, int) or number < 1:
-                raise ValueError(f"RayExecutor: {name}={number!r} is no number from 1")
+                raise ValueError(f"RayExecutor: {name}={number!r} is not a whole number from 1")
         if gpus_per_worker is not None and not use_gpu:
             raise ValueError(f"RayExecutor: gpus_per_worker={gpus_per_worker} needs use_gpu=True")
         self._settings = settings or Settings()

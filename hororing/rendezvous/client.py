@@ -227,7 +227,7 @@ class Member:
 
     def _ask(self, what: str, key: str, timeout_s: float, **more: Any) -> Deadline:
         if self._stream is None:
-            raise RendezvousError(f"{self._name()} has no connection to the store any more")
+            raise RendezvousError(f"{self._name()} has lost its connection to the store")
         deadline = Deadline(timeout_s + _ANSWER_S)
         request = {"do": what, "generation": self.generation, "key": key, **more}
         if math.isfinite(timeout_s):

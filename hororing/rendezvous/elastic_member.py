@@ -102,7 +102,7 @@ class ElasticMember(Member):
 
     def _say(self, message: dict[str, Any]) -> None:
         if self._stream is None:
-            raise RendezvousError(f"{self._name()} has no connection to the store any more")
+            raise RendezvousError(f"{self._name()} has lost its connection to the store")
         try:
             self._stream.send(message, Deadline(math.inf))
         except OSError as error:

@@ -78,7 +78,7 @@ class ElasticStore(Server):
             np, np if min_np is None else min_np, np if max_np is None else max_np
         )
         self._peers: dict[str, Peer] = {}
-        self._asks: dict[str, int] = {}  # the numbers of requests for a generation, by uid
+        self._requests: dict[str, int] = {}  # the numbers of requests for a generation, by uid
         self._ranks: dict[int, Peer] = {}  # of the current generation
         self._exchange = Exchange(0, 0, self._ranks)
         # By uid: the connections by which members tell that they live, and when they did so last.
@@ -116,7 +116,7 @@ class ElasticStore(Server):
 
     def _tell(self, what: Callable[[], list[Event]]) -> None:
         def act() -> None:
-            self._carry_out(what())
+            self._apply_events(what())
 
         if self._loop is None:
             act()
@@ -133,13 +133,13 @@ class ElasticStore(Server):
         hello = peer.hello
         if hello.beats:
             if hello.uid not in self._peers or hello.uid in self._beats:
-                raise Refusal(f"{hello.title()} is no member")
+                raise Refusal(f"{hello.title()} is not a member")
             self._beats[hello.uid] = peer
             peer.send(protocol.encode({"welcome": True}))
             return
         if not hello.uid:
             raise Refusal(
-                f"{hello.title()} is of a job of {hello.size} ranks, and this one is elastic"
+                f"{hello.title()} belongs to a job of {hello.size} ranks, and this one is elastic"
             )
         if self._machine.ended:
             raise Refusal(self._machine.ended)
@@ -150,7 +150,7 @@ class ElasticStore(Server):
         first = asyncio.get_running_loop().time() + _FIRST_BEAT * self._peer_timeout_s
         self._last_beat[hello.uid] = first
         peer.send(protocol.encode({"welcome": True}))
-        self._carry_out(self._machine.join(hello.uid, hello.host, hello.pid))
+        self._apply_events(self._machine.join(hello.uid, hello.host, hello.pid))
 
     async def _serve_member(self, peer: Peer) -> None:
         if not peer.hello.beats:
@@ -169,11 +169,11 @@ class ElasticStore(Server):
             raise ProtocolError("a request of a process that was declared lost")
         what = protocol.take(message, "do", str)
         if what == "ready":
-            self._asks[uid] = protocol.take(message, "ask", int)
+            self._requests[uid] = protocol.take(message, "ask", int)
             if self._machine.ended:
                 self._reply(uid, {"error": self._machine.ended})
                 return
-            self._carry_out(
+            self._apply_events(
                 self._machine.ready(
                     uid,
                     protocol.take(message, "generation", int),
@@ -200,10 +200,10 @@ class ElasticStore(Server):
             self._lose_member(uid, CONNECTION_ENDED)
             return
         self._forget(uid)
-        self._carry_out(self._machine.done(uid, peer.done))
+        self._apply_events(self._machine.done(uid, peer.done))
 
     def _lose_member(self, uid: str, why: str) -> None:
-        self._carry_out(self._machine.lost(uid, why))
+        self._apply_events(self._machine.lost(uid, why))
 
     def _forget(self, uid: str) -> None:
         peer = self._peers[uid]
@@ -215,7 +215,7 @@ class ElasticStore(Server):
 
     def _remove(self, uid: str) -> list[Peer]:
         """Forget its connections, which are returned."""
-        self._asks.pop(uid, None)
+        self._requests.pop(uid, None)
         self._last_beat.pop(uid, None)
         self._beating.discard(uid)
         return [each.pop(uid) for each in (self._peers, self._beats) if uid in each]
@@ -223,7 +223,7 @@ class ElasticStore(Server):
     # -----------------------------------------------------------------------------------------
     # Consequences of events
 
-    def _carry_out(self, events: list[Event]) -> None:
+    def _apply_events(self, events: list[Event]) -> None:
         for event in events:
             if isinstance(event, World):
                 self._formed(event)
@@ -236,7 +236,7 @@ class ElasticStore(Server):
             elif isinstance(event, Lost):
                 self._drop(event)
             elif isinstance(event, Ended):
-                for uid in list(self._asks):
+                for uid in list(self._requests):
                     self._reply(uid, {"error": event.reason})
             if isinstance(event, (Joined, Lost, Done, World, Ended)):
                 self._report(event)
@@ -283,7 +283,7 @@ class ElasticStore(Server):
             self._exchange.end(rank, peer, None, f"{peer.hello.title()} is lost: {event.why}")
 
     def _reply(self, uid: str, what: dict[str, Any]) -> None:
-        ask = self._asks.pop(uid, None)
+        ask = self._requests.pop(uid, None)
         if ask is not None:
             self._peers[uid].send(protocol.encode({"ask": ask, **what}))
 
@@ -329,4 +329,4 @@ class ElasticStore(Server):
 
     def _give_up(self) -> None:
         self._limit = None
-        self._carry_out(self._machine.give_up())
+        self._apply_events(self._machine.give_up())

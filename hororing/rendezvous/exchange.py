@@ -65,7 +65,7 @@ class Exchange:
         if len(key) > protocol.FIRST_BYTES:
             raise ProtocolError("a key that is too long")
         if protocol.take(message, "generation", int) != self._generation:
-            peer.send(about(message["generation"], key, {"error": "that generation is over"}))
+            peer.send(reply(message["generation"], key, {"error": "that generation is over"}))
         elif what == "get":
             self._get(peer, key, message)
         else:
@@ -101,13 +101,13 @@ class Exchange:
 
     def _put(self, peer: Peer, key: str, text: str) -> None:
         self._values[key] = text
-        peer.send(self._about(key, {}))
+        peer.send(self._reply(key, {}))
         for wait in self._gets.pop(key, []):
-            wait.end(self._about(key, {"text": text}))
+            wait.end(self._reply(key, {"text": text}))
 
     def _get(self, peer: Peer, key: str, message: dict[str, Any]) -> None:
         if key in self._values:
-            peer.send(self._about(key, {"text": self._values[key]}))
+            peer.send(self._reply(key, {"text": self._values[key]}))
         elif self.lost:
             peer.send(self._gone(key, next(iter(self.lost))))
         else:
@@ -115,7 +115,7 @@ class Exchange:
 
             def missed() -> None:
                 waits.remove(wait)
-                wait.end(self._about(key, {"error": f"no rank has set {key!r}", "late": True}))
+                wait.end(self._reply(key, {"error": f"no rank has set {key!r}", "late": True}))
 
             wait = self._wait(peer, message, missed)
             waits.append(wait)
@@ -136,7 +136,7 @@ class Exchange:
             missing = [
                 each for each in range(self._size) if each not in gather.texts and each != rank
             ]
-            wait.end(self._about(key, {"error": self._missing(missing), "late": True}))
+            wait.end(self._reply(key, {"error": self._missing(missing), "late": True}))
 
         wait = self._wait(peer, message, missed)
         gather.waits[rank] = wait
@@ -174,13 +174,13 @@ class Exchange:
             text = self.lost[rank]
         else:
             text = f"rank {rank} has ended with status {self.statuses.get(rank)}"
-        return self._about(key, {"error": text, "rank": rank})
+        return self._reply(key, {"error": text, "rank": rank})
 
-    def _about(self, key: str, what: dict[str, Any]) -> bytes:
-        return about(self._generation, key, what)
+    def _reply(self, key: str, what: dict[str, Any]) -> bytes:
+        return reply(self._generation, key, what)
 
 
-def about(generation: int, key: str, what: dict[str, Any]) -> bytes:
+def reply(generation: int, key: str, what: dict[str, Any]) -> bytes:
     """The frame of an answer about a key."""
     return protocol.encode({"generation": generation, "key": key, **what})
 
@@ -192,10 +192,10 @@ def _texts(generation: int, key: str, texts: list[str]) -> bytes:
         part.append(text)
         size += protocol.CHARACTER_BYTES * len(text) + 4  # quotes and a comma
         if size > protocol.MOST_BYTES // 4:
-            frames.append(about(generation, key, {"first": rank + 1 - len(part), "texts": part}))
+            frames.append(reply(generation, key, {"first": rank + 1 - len(part), "texts": part}))
             part, size = [], 0
     return b"".join(
-        [*frames, about(generation, key, {"first": len(texts) - len(part), "texts": part})]
+        [*frames, reply(generation, key, {"first": len(texts) - len(part), "texts": part})]
     )
 
 

@@ -42,8 +42,8 @@ def serve(
     found, _ = _read(path)
     if found is not None and _is_alive(found["owner"]):
         raise RendezvousError(
-            f"{path} is of a job that runs (pid {found['owner'].get('pid')}): give each start of "
-            "a job another HORORING_JOB"
+            f"{path} belongs to a running job (pid {found['owner'].get('pid')}): give each start "
+            "of a job another HORORING_JOB"
         )
 
     def publish(offer: Offer) -> None:
@@ -84,7 +84,7 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, str]:
     except ProtocolError:
         return None, f"{path} is not understood"
     if _is_alive(owner) is False:
-        return None, f"{path} is of a job that has ended"
+        return None, f"{path} belongs to a job that has ended"
     return found, ""
 
 

@@ -258,7 +258,7 @@ class Generations:
             for each in self._late():
                 events += self.lost(each.uid, "it has not asked for a new generation in time")
         if lacking := self.lacks():
-            self.ended = f"the job cannot go on with {lacking}"
+            self.ended = f"the job cannot continue with {lacking}"
             events.append(Ended(self.ended))
         return events
 

@@ -76,7 +76,7 @@ def decode(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         message = None
     if not isinstance(message, dict):
-        raise ProtocolError(f"a frame that is no JSON object: {body[:40]!r}")
+        raise ProtocolError(f"a frame that is not a JSON object: {body[:40]!r}")
     return message
 
 
@@ -208,7 +208,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """Read ``host:port``, ``1.2.3.4:port`` or ``[::1]:port``. ValueError says what is wrong."""
     found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:\s/]+)):(\d{1,5})", text)
     if found is None or not 0 < int(found[3]) < 2**16:
-        raise ValueError(f"{text!r} is no address: write host:port or [IPv6 address]:port")
+        raise ValueError(f"{text!r} is not an address: write host:port or [IPv6 address]:port")
     return found[1] or found[2], int(found[3])
 
 

@@ -60,14 +60,14 @@ class Store(Server):
         hello = peer.hello
         if hello.size != self.size:
             raise Refusal(
-                f"{hello.title()} is of a job of {hello.size} ranks, and this one has {self.size}"
+                f"{hello.title()} belongs to a job of {hello.size} ranks, but this has {self.size}"
             )
         there = self._peers.get(hello.rank)
         if there is not None:
             raise Refusal(f"{hello.title()} claims the rank of {there.hello.title()}")
         if hello.rank in self.lost:
             raise Refusal(
-                f"{hello.title()} comes late: {self.lost[hello.rank]}", again=self._one_start
+                f"{hello.title()} is too late: {self.lost[hello.rank]}", again=self._one_start
             )
         if self._one_start and hello.rank in self.statuses:
             raise Refusal(f"rank {hello.rank} of this job has ended", again=True)

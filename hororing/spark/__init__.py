@@ -1,8 +1,8 @@
 """Ranks on a Spark cluster: `run`.
 
-A barrier stage has a task for each rank. The task starts the rank as a process of its own, as
-`hororing.run` does, and hands back what it answered. The store is in the driver. It needs PySpark
-on this machine, and hororing on all executors.
+A barrier stage has a task for each rank. The task starts the rank as a separate process, as
+`hororing.run` does, and returns its answer. The store is in the driver. It needs PySpark on this
+machine, and hororing on all executors.
 """
 
 from __future__ import annotations

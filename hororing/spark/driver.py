@@ -18,7 +18,7 @@ from hororing.hororun.function import results
 from hororing.hororun.job import describe as describe_code
 from hororing.rendezvous import protocol
 from hororing.rendezvous.store import Store
-from hororing.spark.task import Outcome, Told, run_rank
+from hororing.spark.task import Outcome, TaskSettings, run_rank
 
 _CHECK_S = 0.5
 _PRINTED = "what ranks print is in the logs of Spark's executors"
@@ -44,29 +44,28 @@ def run(
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on every rank of a new job, and return the results by rank.
 
-    Blocks until all ranks have ended. They run at the same time, each in a task of Spark's; those
-    of a host are neighbours. Nothing is tried twice.
+    Blocks until all ranks have ended. They run at the same time, each in a Spark task; those of a
+    host are adjacent. Nothing is retried.
 
     Parameters
     ----------
-    fn : any callable that cloudpickle can carry. It calls `hvd.init()` itself.
+    fn : any callable that cloudpickle can pickle. It calls `hvd.init()` itself.
     num_proc : the number of ranks. None: Spark's default parallelism.
     start_timeout : how long Spark may take until all tasks run, in seconds. None: 600.
-    env : variables for all ranks, beside those of the executors, and beside the HORORING_* and
-        HOROVOD_* ones of this process.
-    nics : as HORORING_INTERFACE; one.
+    env : variables for all ranks, in addition to those of the executors, and to the HORORING_* and
+        HOROVOD_* variables of this process.
+    nics : as HORORING_INTERFACE; one interface.
     executable : the Python of the ranks. None: that of the executors.
     use_gloo, verbose : no effect.
-    use_mpi, extra_mpi_args, stdout, stderr, prefix_output_with_timestamp : errors, if they are
-        given.
+    use_mpi, extra_mpi_args, stdout, stderr, prefix_output_with_timestamp : errors, if given.
 
     Raises
     ------
-    RunError : a rank raised an exception (which is the cause, where it can be pickled), was killed,
-        or its task was lost; or the tasks did not start in time.
+    RunError : a rank raised an exception (which is the cause, if it can be pickled), was killed,
+        or lost its task; or the tasks did not start in time.
     TypeError : `fn` or its arguments cannot be pickled.
-    ValueError : an argument that cannot be met, or there is no SparkContext.
-    KeyboardInterrupt : Ctrl-C; the tasks have been cancelled.
+    ValueError : an argument that cannot be satisfied, or there is no SparkContext.
+    KeyboardInterrupt : Ctrl-C; the tasks were cancelled.
     """
     for name, value, why in (
         ("use_mpi", use_mpi, _MPI),
@@ -87,7 +86,7 @@ def run(
         )
     size = context.defaultParallelism if num_proc is None else num_proc
     if not isinstance(size, int) or size < 1:
-        raise ValueError(f"run: num_proc={num_proc!r} is no number from 1")
+        raise ValueError(f"run: num_proc={num_proc!r} is not a whole number from 1")
     variables = {
         **start.settings(),
         **({"HORORING_INTERFACE": interface[0]} if interface else {}),
@@ -100,7 +99,7 @@ def run(
     try:
         host = context.getConf().get("spark.driver.host") if several else "127.0.0.1"
         address = protocol.show_address(str(host), store.port)
-        told = Told(store.job, address, secret, variables, executable, payload)
+        told = TaskSettings(store.job, address, secret, variables, executable, payload)
         outcomes = _collect(context, size, partial(run_rank, told), store, start_timeout or 600.0)
     finally:
         store.stop()
@@ -108,12 +107,12 @@ def run(
 
 
 class _Ended:
-    """All outcomes, as `function.Ended`."""
+    """All outcomes, in the form of `function.Ended`."""
 
     def __init__(self, outcomes: Iterable[Outcome]) -> None:
         self._outcomes = {each.rank: each for each in outcomes}
         self.results = {rank: each.answer for rank, each in self._outcomes.items() if each.answer}
-        # One that was killed first, then one that has just ended: others may have met its end.
+        # First one that was killed, then one that just ended: others may have failed because of it.
         failed = sorted(
             (each.code > 0, each.rank in self.results, each.rank, each.code)
             for each in self._outcomes.values()
@@ -137,9 +136,9 @@ def _collect(
     store: Store,
     start_timeout_s: float,
 ) -> list[Outcome]:
-    """Run the tasks in a thread, which may have to be left alone: Spark itself waits for slots.
+    """Run the tasks in a thread, which may be abandoned: Spark itself waits for slots.
 
-    Spark does not try a barrier stage again whose results are collected.
+    Spark does not retry a barrier stage whose results are collected.
     """
     group = f"hororing-{secrets.token_hex(4)}"
     done = threading.Event()
@@ -163,7 +162,7 @@ def _collect(
         context.cancelJobGroup(group)
         raise
     if errors:
-        why = getattr(errors[0], "java_exception", errors[0])  # without where Java was
+        why = getattr(errors[0], "java_exception", errors[0])  # without the Java stack
         rank = next(iter(store.lost), -1)  # the first whose connection has ended
         lost = f" (rank {rank} was lost first)" if rank >= 0 else ""
         raise RunError(f"run: Spark could not run the tasks{lost}: {why}", rank) from errors[0]
@@ -173,7 +172,7 @@ def _collect(
 def _watch(
     context: SparkContext, group: str, done: threading.Event, size: int, start_timeout_s: float
 ) -> None:
-    """Wait for the end. RunError where the tasks do not start in time."""
+    """Wait for the end. RunError if the tasks do not start in time."""
     tracker = context.statusTracker()
     until = time.monotonic() + start_timeout_s
     begun = False

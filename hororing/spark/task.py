@@ -25,7 +25,7 @@ from hororing.rendezvous import interfaces, protocol
 
 
 @dataclass(frozen=True)
-class Told:
+class TaskSettings:
     """The settings of the tasks."""
 
     job: str
@@ -38,7 +38,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank has ended."""
+    """The end of a rank."""
 
     rank: int
     host: str
@@ -47,8 +47,8 @@ class Outcome:
     last_lines: list[str]  # of its standard error
 
 
-def run_rank(told: Told, _: Iterable[int]) -> Iterator[Outcome]:
-    """Be one task of a barrier stage: tell how its rank has ended. Blocks until it has."""
+def run_rank(told: TaskSettings, _: Iterable[int]) -> Iterator[Outcome]:
+    """Run one task of a barrier stage: yield how its rank has ended. Blocks until then."""
     context = BarrierTaskContext.get()
     driver, _port = protocol.parse_address(told.store)
     mine = [socket.gethostname(), interfaces.towards(driver), free_port()]
@@ -96,8 +96,8 @@ class _Process:
     def exited(self, rank: int, code: int) -> None:
         self._code = code
 
-    def run(self, told: Told, environment: dict[str, str], payload: bytes) -> Outcome:
-        """Start it, and stay until it has ended. When the task is killed, so is the process."""
+    def run(self, told: TaskSettings, environment: dict[str, str], payload: bytes) -> Outcome:
+        """Start it, and wait until it has ended. If the task is killed, so is the process."""
         descriptors = memory_file("secret", told.secret), memory_file("payload", payload)
         environment["HORORING_SECRET_FD"] = str(descriptors[0])
         command = [told.executable or sys.executable, "-c", PROGRAM]

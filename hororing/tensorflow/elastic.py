@@ -35,13 +35,13 @@ from hororing.elastic import (
 )
 from hororing.elastic.loop import reset
 from hororing.elastic.variables import ModelState, Stepper, VariablesState
-from hororing.tensorflow.requests import as_ours
+from hororing.tensorflow.requests import convert_error
 from hororing.tensorflow.steps import CountedSteps, count_steps_of
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Do as `hororing.elastic.run`, also for the errors that graphs raise."""
-    return run_fn(func, reset, as_ours)
+    return run_fn(func, reset, convert_error)
 
 
 class TensorFlowState(VariablesState):

@@ -74,7 +74,7 @@ def DistributedOptimizer(
 
     Raises
     ------
-    ValueError : for other optimizers, and where an option does not go with the optimizer.
+    ValueError : for other optimizers, and if an option cannot be combined with the optimizer.
 
     Examples
     --------

@@ -81,7 +81,7 @@ def carry_out(requests: Sequence[Request]) -> list[list[tf.Tensor]]:
         requests = [
             each._replace(name=unique_in_graph(each.name, each.process_set)) for each in requests
         ]
-    flat = _as_ours(lambda: _eagerly(requests)) if eager else _in_graph(requests)
+    flat = _convert_error(lambda: _eagerly(requests)) if eager else _in_graph(requests)
     return _regrouped(requests, iter(flat))
 
 
@@ -195,7 +195,7 @@ def _wait(requests: Sequence[Request], handles: list[tf.Tensor]) -> list[tf.Tens
 _FAILURE: Final = re.compile(r"\w+Error: (.*?) \[hororing (\d+) (-?\d+)\]", re.DOTALL)
 
 
-def as_ours(error: Exception) -> Exception | None:
+def convert_error(error: Exception) -> Exception | None:
     """Return what an error of TensorFlow is in Python, if it comes from the core.
 
     csrc/tensorflow/kernels.cc writes the text, to which graphs add where it happened.
@@ -209,12 +209,12 @@ def as_ours(error: Exception) -> Exception | None:
     return errors.error_for(int(code), text, int(rank))
 
 
-def _as_ours(call: Callable[[], T]) -> T:
+def _convert_error(call: Callable[[], T]) -> T:
     """Raise the core's failure as what it is in Python."""
     try:
         return call()
     except (tf.errors.OpError, ValueError) as error:  # the latter of the wait
-        ours = as_ours(error)
+        ours = convert_error(error)
         if ours is None:
             raise
     raise as_both(ours)

@@ -1,6 +1,6 @@
 """The public verbs, written once for every array type.
 
-`Verbs` knows how verbs behave, a collective in a file; an `Adapter` (hororing/adapter.py) knows one
+`Verbs` implements the verbs, one file per collective; an `Adapter` (hororing/adapter.py) knows one
 framework's arrays. A framework module makes one `Verbs` and publishes its methods.
 """
 
@@ -22,11 +22,11 @@ class Verbs(Allreduce[T], Broadcast[T], Allgather[T], Alltoall[T], Reducescatter
     """The verbs over one array type.
 
     Every verb is collective: all ranks must call it with the same `name` (or make their unnamed
-    calls in the same order). Blocking ones block with the GIL released. Errors, for all:
-    ValueError and TypeError for arguments that are wrong on this rank alone, a process set that
-    it is not a member of among them; MismatchError, on
-    every rank, when ranks disagree (the job goes on afterwards); NotInitializedError before
-    `init`; ShutDownError, PeerLostError, StalledError and TransportError when the job ends.
+    calls in the same order). Blocking verbs release the GIL. All of them raise: ValueError and
+    TypeError if arguments are wrong on this rank alone, for example a process set of which it is
+    not a member; MismatchError, on every rank, if ranks disagree (the job continues);
+    NotInitializedError before `init`; ShutDownError, PeerLostError, StalledError and TransportError
+    when the job ends.
     """
 
 
@@ -44,7 +44,7 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int) -> Any:
     """Wait for an asynchronous operation and return its result, or raise its error.
 
-    A handle is good for one `synchronize`. ValueError for an unknown or used one.
+    A handle can be synchronized once. ValueError for an unknown or used one.
 
     >>> handle = hvd.allreduce_async(loss, name="loss")
     >>> mean = hvd.synchronize(handle)
@@ -69,14 +69,14 @@ def join(device: int = -1) -> int:
 
     For ranks that have run out of data. Until it returns, this rank takes part in the allreduces of
     the others with neutral values: zeros for Sum, Average and Adasum (an Average still divides by
-    the number of all ranks), the neutral element for the rest. Meanwhile, on the ranks that have
-    not joined, collectives other than allreduce and barrier fail with MismatchError, and so do Min,
-    Max and Product with a prescale_factor. Calls of other threads of this rank raise ValueError
-    until it returns.
+    the number of all ranks), the neutral element for other operations. Meanwhile, on the ranks that
+    have not joined, collectives other than allreduce and barrier fail with MismatchError, and so do
+    Min, Max and Product with a prescale_factor. Calls of other threads of this rank raise
+    ValueError until it returns.
 
-    `device` is the GPU whose memory holds those values, as in Horovod: the one that this process
-    communicates on. It may be omitted if hororing has seen a tensor there before, and has no effect
-    without a GPU.
+    `device` is the GPU whose memory holds those values, as in Horovod: the one on which this
+    process communicates. It may be omitted if hororing has already seen a tensor there, and has no
+    effect without a GPU.
 
     >>> for x, y in loader:  # not equally long on all ranks
     ...     loss = hvd.allreduce((model(x) - y).square().mean(), name="loss")

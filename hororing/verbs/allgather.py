@@ -82,7 +82,7 @@ class Allgather(Requests[T]):
         process_set: ProcessSet = global_process_set,
         blocking: bool = False,
     ) -> int:
-        """Start what the verbs above describe; the last three as for `reduce_async`."""
+        """Start the verbs above; the last three parameters are as for `reduce_async`."""
         members = check_member(process_set, verb)
         adapter = self.adapter
         inputs = [adapter.dense(tensor) for tensor in self._checked(tensors, verb)]

@@ -145,9 +145,9 @@ class Allreduce(Requests[T]):
         blocking: bool = False,
         weight: float | None = None,
     ) -> Any:
-        """Do as `reduce_async` with one tensor, quickly where it is a plain one.
+        """Do as `reduce_async` with one tensor; fast if it is a plain one.
 
-        With `blocking` what it returns is for `collectives.result_of`.
+        With `blocking`, pass the result to `collectives.result_of`.
         """
         if average is not None:
             op = arguments.choose_op(op, average)
@@ -334,7 +334,7 @@ class Allreduce(Requests[T]):
         streams: Sequence[int] | None = None,
         weight: float | None = None,
     ) -> int:
-        """Start what the verbs above describe; `pack` shapes the result.
+        """Start the verbs above; `pack` shapes the result.
 
         `blocking` and `streams` as for `collectives.submit`.
         """
@@ -346,7 +346,7 @@ class Allreduce(Requests[T]):
         weight = arguments.check_weight(weight, verb)
         targets = self._checked(tensors, verb, writable=in_place)
         sources = [adapter.dense(tensor) for tensor in targets]
-        # A tensor that had to be copied is reduced inside its copy, which only we can see.
+        # A tensor that had to be copied is reduced in its copy, which nobody else sees.
         outputs = [
             source if in_place or source is not target else adapter.empty_like(source)
             for source, target in zip(sources, targets, strict=True)

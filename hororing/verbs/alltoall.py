@@ -65,7 +65,7 @@ class Alltoall(Requests[T]):
         *,
         blocking: bool = False,
     ) -> int:
-        """Start what the verbs above describe; `blocking` as for `reduce_async`."""
+        """Start the verbs above; `blocking` is as for `reduce_async`."""
         members = check_member(process_set, "alltoall")
         adapter = self.adapter
         rows = None if splits is None else adapter.splits(splits)

@@ -87,7 +87,7 @@ class Broadcast(Requests[T]):
         in_place: bool,
         blocking: bool = False,
     ) -> int:
-        """Start what the verbs above describe; `blocking` as for `reduce_async`."""
+        """Start the verbs above; `blocking` is as for `reduce_async`."""
         members = check_member(process_set, "broadcast")
         root_rank = arguments.check_root(root_rank, "broadcast")
         targets = self._checked([tensor], "broadcast", writable=in_place)

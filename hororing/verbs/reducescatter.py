@@ -1,4 +1,4 @@
-"""Reductions over all ranks, of whose rows every rank gets a part."""
+"""Reductions over all ranks, after which every rank gets a part of the rows."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Reducescatter(Requests[T]):
     ) -> T:
         """Combine `tensor` over all ranks and return this rank's rows of the result.
 
-        The first dimension is split over the ranks in order; where it does not divide evenly, the
-        first ranks get one row more. `op` is Average or Sum; the rest as for `allreduce`.
+        The first dimension is split over the ranks in order; if it does not divide evenly, the
+        first ranks get one row more. `op` is Average or Sum; the rest is as for `allreduce`.
 
         >>> part = hvd.reducescatter(scores, name="scores", op=hvd.Sum)
         """
@@ -119,7 +119,7 @@ class Reducescatter(Requests[T]):
         *,
         blocking: bool = False,
     ) -> int:
-        """Start what the verbs above describe; the last two as for `reduce_async`."""
+        """Start the verbs above; the last two parameters are as for `reduce_async`."""
         members = check_member(process_set, verb)
         prescale, postscale = arguments.check_factors(prescale, postscale, verb)
         op = arguments.check_scatter_op(op, verb)

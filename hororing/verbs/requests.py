@@ -1,4 +1,4 @@
-"""From tensors to requests of the core, and from their results to tensors."""
+"""Converts tensors to requests of the core, and their results to tensors."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Requests(Generic[T]):
     ) -> int:
         """Do as `collectives.submit`.
 
-        Of tensors on a device, what this thread computes from `finish` on comes after the results,
-        and so does what comes later in the streams that they were computed or submitted in: that is
-        where their memory goes to when it is no longer needed.
+        For tensors on a device, what this thread computes after `finish` comes after the results,
+        and so does later work in the streams in which they were computed or submitted: their memory
+        returns there when it is no longer needed.
         """
         device = views[0].device
         if device == collectives.HOST:
@@ -87,7 +87,7 @@ class Requests(Generic[T]):
         return result
 
     def _written(self, targets: list[T], outputs: list[T]) -> list[T]:
-        """Bring results home into tensors that had to be copied."""
+        """Copy results back into tensors that had to be copied."""
         for target, output in zip(targets, outputs, strict=True):
             if output is not target:
                 self.adapter.copy(target, output)

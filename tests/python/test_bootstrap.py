@@ -85,7 +85,10 @@ def secret_fd() -> Iterator[int]:
             "HORORING_LOCAL_SIZE is set, but HORORING_SIZE is not",
         ),
         (HERE, "HORORING_RENDEZVOUS=localhost:29400 is set, but neither HORORING_RANK and"),
-        (RANK_1, "HORORING_SIZE=2 tells of other ranks, but HORORING_RENDEZVOUS does not"),
+        (
+            RANK_1,
+            "HORORING_SIZE=2 shows that there are other ranks, but HORORING_RENDEZVOUS does not",
+        ),
         ({**RANK_1, **HERE, "HORORING_RANK": "2"}, "HORORING_RANK=2 contradicts HORORING_SIZE=2"),
         ({**RANK_1, **HERE, "HORORING_RANK": "-1"}, "HORORING_RANK='-1' is not understood"),
         ({**RANK_1, **HERE, "HORORING_SIZE": "two"}, "HORORING_SIZE='two' is not understood"),
@@ -93,7 +96,7 @@ def secret_fd() -> Iterator[int]:
             {**RANK_1, **HERE, "HORORING_LOCAL_RANK": "2", "HORORING_LOCAL_SIZE": "3"},
             "HORORING_LOCAL_RANK=2 contradicts HORORING_RANK=1",
         ),
-        ({**RANK_1, "HORORING_RENDEZVOUS": "host"}, "HORORING_RENDEZVOUS: 'host' is no address"),
+        ({**RANK_1, "HORORING_RENDEZVOUS": "host"}, "RENDEZVOUS: 'host' is not an address"),
         ({**RANK_1, "HORORING_RENDEZVOUS": "file://a"}, "expected host:port or file:///directory"),
         ({**RANK_1, "HORORING_RENDEZVOUS": "file:///tmp"}, "needs HORORING_JOB"),
         ({**RANK_1, **HERE, "HORORING_JOB": "../a"}, "HORORING_JOB='../a' is not understood"),
@@ -185,10 +188,10 @@ def test_rank_0_says_why_it_has_no_store(
     environ = {"HORORING_RANK": "0", "HORORING_SIZE": "2", "HORORING_SECRET_KEY": KEY}
     monkeypatch.setattr(interfaces, "is_own", lambda host: False)
     elsewhere = {**environ, "HORORING_RENDEZVOUS": f"node0:{port}"}
-    wanted = r"no store, since node0 \(HORORING_RENDEZVOUS\) is no address of its host"
+    wanted = r"a store, because node0 \(HORORING_RENDEZVOUS\) is not an address of its host"
     with pytest.raises(RendezvousError, match=wanted):
         find(elsewhere, TIMEOUT_S=0.1)
-    assert "is no address of its host" in caplog.text  # at once
+    assert "is not an address of its host" in caplog.text  # at once
 
 
 def test_two_jobs_at_one_port_never_meet(port: int):
@@ -205,7 +208,7 @@ def test_two_jobs_at_one_port_never_meet(port: int):
             find(told("b", rank))
     with pytest.raises(RendezvousError, match="claims the rank of rank 0"):
         find(told("a", 0))
-    wanted = f"not have the secret of this job; rank 0 .* since port {port} of its host is in use"
+    wanted = f"not have the secret of this job; rank 0 .* because port {port} of its host is in use"
     with pytest.raises(RendezvousError, match=wanted):
         find({**told("a", 0), "HORORING_SECRET_KEY": KEY + KEY})
     second = find(told("a", 1))
@@ -224,7 +227,7 @@ def test_the_file_of_a_directory_is_the_users_alone(tmp_path: Path):
     one = files.serve(str(tmp_path), job="j", size=2, timeout_s=30)
     path = files.place(str(tmp_path), "j")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with pytest.raises(RendezvousError, match=r"is of a job that runs .*another HORORING_JOB"):
+    with pytest.raises(RendezvousError, match=r"belongs to a running job .*another HORORING_JOB"):
         files.serve(str(tmp_path), job="j", size=2, timeout_s=30)
     path.chmod(0o644)  # as somebody else might have put it there
     with pytest.raises(RendezvousError, match="is not this user's alone"):

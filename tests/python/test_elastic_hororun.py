@@ -87,7 +87,7 @@ def test_the_script_prints_hosts_with_or_without_slots():
     assert discovery.parse("", None) == []
     for text, wanted in (
         ("a\n", "a has no number of slots: print host:slots, or give --slots-per-host"),
-        ("a:1\na:2", "'a' comes twice"),
+        ("a:1\na:2", "'a' occurs twice"),
         ("a 2", "'a 2' is not understood"),
     ):
         with pytest.raises(ValueError, match=wanted):
@@ -116,9 +116,9 @@ def test_lines_have_the_rank_of_their_process_where_there_is_one():
     [
         ("--min-np 3 -np 2", "--min-np 3, -np 2, --max-np 2: they must ascend"),
         ("--max-np 3", "--max-np: how many ranks at the start? Give -np N"),
-        ("-np 2 --slots-per-host 2", "--slots-per-host is of elastic jobs: give --min-np N, too"),
-        ("-np 2 --min-num-proc 1 --numa-aware", "--numa-aware does not go with --min-np"),
-        ("-np 2 --max-num-proc 4 --mpi", "--mpi does not go with --max-np"),
+        ("-np 2 --slots-per-host 2", "--slots-per-host is for elastic jobs: give --min-np N, too"),
+        ("-np 2 --min-num-proc 1 --numa-aware", "--numa-aware cannot be combined with --min-np"),
+        ("-np 2 --max-num-proc 4 --mpi", "--mpi cannot be combined with --max-np"),
         ("-np 3 --min-np 1 -H localhost:2", "-np 3: the hosts have 2 slots"),
         ("-np 1 --host-discovery-script a -H b:1", "tells the hosts: give no others"),
         ('-np 1 --host-discovery-script "a \'b"', "No closing quotation"),
@@ -175,7 +175,7 @@ def test_a_slot_that_fails_is_given_up_and_too_few_end_the_job():
     done = run("-np", "2", "--min-np", "2", *sh(script))
     assert done.returncode == 128 + 8, done.stderr
     assert done.stderr.count(" s after the start") == 3
-    assert "its slot is not used any more" in done.stderr
+    assert "its slot is no longer used" in done.stderr
     assert "the job has failed: there are 1 usable slots, of at least 2" in done.stderr
     assert "3 of 4 processes have failed (process 1, process 2, process 3)" in done.stderr
 
@@ -264,7 +264,7 @@ def test_a_job_goes_on_when_rank_0_and_then_the_last_one_are_killed():  # push t
             generation = job.wait_until_it_works(after=generation, without=[hit])
         job.end()
         told = job.told()
-        assert "process 4 has come" in told
+        assert "process 4 has arrived" in told
         assert "2 of 5 processes have failed" in told
 
 

@@ -60,7 +60,9 @@ def test_a_file_that_cannot_be_is_an_error_that_names_it(tmp_path: Path):
     with pytest.raises(ValueError, match=rf"{path} cannot be read"):
         state().save_to(path)
     saved.write(path, 1, ("ObjectState", {"other": 1}))
-    with pytest.raises(ValueError, match=rf"{path} is of another script.*\['other'\].*\['epoch'\]"):
+    with pytest.raises(
+        ValueError, match=rf"{path} is from another script.*\['other'\].*\['epoch'\]"
+    ):
         state(epoch=0).save_to(path)
     with pytest.raises(ValueError, match="every=0"):
         state().save_to(path, 0)
@@ -118,7 +120,7 @@ def test_variables_are_in_the_file_too(tmp_path: Path):
     second.restore()
     assert second.held[0].value.tolist() == [0, 1, 2]
     more = Variables(np.zeros(3), np.zeros(2), epoch=0)
-    with pytest.raises(ValueError, match="is of another script"):
+    with pytest.raises(ValueError, match="is from another script"):
         more.save_to(tmp_path / "state")
 
 

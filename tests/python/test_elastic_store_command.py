@@ -187,7 +187,7 @@ def test_a_job_that_has_lost_its_state_has_failed(tmp_path: Path):  # push tier,
     [
         ("-np 2 --min-np 3", "--min-np 3, -np 2, --max-np 2: they must ascend from 1"),
         ("-np 2 --listen 29411", "the job has no secret"),
-        ("-np 2 --listen here", "'here' is no address"),
+        ("-np 2 --listen here", "'here' is not an address"),
     ],
 )
 def test_flags_of_the_store_that_do_not_fit(

@@ -554,7 +554,7 @@ def test_there_is_a_flag_for_every_setting_and_for_what_horovod_calls_them(
 def test_flags_that_mpirun_does_not_have_are_refused_with_it():
     done = run("-np", "2", "--mpi", "--output", "folder", "python", "t.py")
     assert done.returncode == 2
-    assert "--output does not go with --mpi" in done.stderr
+    assert "--output cannot be combined with --mpi" in done.stderr
 
 
 def test_with_mpi_the_mpirun_line_is_printed_and_run(tmp_path: Path):

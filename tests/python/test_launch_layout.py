@@ -42,8 +42,8 @@ def test_hosts_with_ranges_are_understood(text, hosts):
         ("a[3-1]", r"\[3-1\]"),
         ("a[]", "not a number or a range"),
         ("a[x]", r"\[x\] in 'a\[x\]'"),
-        ("a,a", "'a' comes twice"),
-        ("a[0-2],a1", "'a1' comes twice"),
+        ("a,a", "'a' occurs twice"),
+        ("a[0-2],a1", "'a1' occurs twice"),
     ],
 )
 def test_hosts_that_make_no_sense_are_refused(text, reason):
@@ -104,10 +104,10 @@ def hororun(*words: str) -> int:
         ("-np 4 --num-replicas 6", "6 replicas cannot be divided evenly over 4 ranks"),
         ("-np 5 -H a,b", "-np 5 cannot be divided evenly over 2 hosts"),
         ("-H a:8,b:2 --num-replicas 8", "8 replicas cannot be divided evenly over 10 ranks"),
-        ("-np 0", "'0' is no number from 1"),
+        ("-np 0", "'0' is not a whole number from 1"),
         ("-np 2 --only-output-from 2", "there is no rank 2 among 2"),
         ("-np 2 --only-output-from 3-1", "'3-1' is not a number or a range"),
-        ("-np 2 --num-replicas much", "'much' is no number from 1"),
+        ("-np 2 --num-replicas much", "'much' is not a whole number from 1"),
         ("-np 2 --import-config /none/such", "No such file or directory: '/none/such'"),
         ("-np 2 --export-config /none/such", "No such file or directory: '/none/such'"),
     ],
@@ -225,7 +225,7 @@ STEP = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
             NODES | {"SLURM_TASKS_PER_NODE": "1(x3)"},
             "",
             2,
-            "tells of 3 nodes, and SLURM_JOB_NODELIST",
+            "is for 3 nodes, and SLURM_JOB_NODELIST",
         ),
         (NODES | {"SLURM_TASKS_PER_NODE": "many"}, "", 2, "SLURM_TASKS_PER_NODE=many: expected"),
         (

@@ -136,7 +136,7 @@ def test_a_death_on_the_way_into_a_generation_is_no_error_of_the_script(tmp_path
 def test_a_process_that_waits_for_others_can_be_interrupted(tmp_path: Path):
     with ElasticJob(np=2) as job:
         job.start(str(tmp_path / "stop"))
-        job.wait(lambda: job.store._asks)  # it waits
+        job.wait(lambda: job.store._requests)  # it waits
         job.ranks[0].send_signal(signal.SIGINT)
         assert job.ranks[0].wait(DEADLINE_S) != 0
         job.wait(job.lost)

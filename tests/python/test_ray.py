@@ -191,10 +191,10 @@ def test_horovods_name_is_the_same_and_elastic_jobs_have_a_way_out():
     [
         ({}, "num_workers=None, num_hosts=None: give one of them"),
         ({"num_workers": 2, "num_hosts": 1}, "num_workers=2, num_hosts=1: give one of them"),
-        ({"num_workers": 0}, "num_workers=0 is no number from 1"),
+        ({"num_workers": 0}, "num_workers=0 is not a whole number from 1"),
         ({"num_workers": 2, "gpus_per_worker": 1}, "gpus_per_worker=1 needs use_gpu=True"),
         ({"num_workers": 1, "reset_limit": 3}, "reset_limit and cooldown_range need min_workers"),
-        ({"num_hosts": 1, "min_workers": 1}, "num_hosts does not go with min_workers"),
+        ({"num_hosts": 1, "min_workers": 1}, "num_hosts excludes min_workers"),
         (
             {"min_workers": 3, "num_workers": 2},
             "min_workers=3, num_workers=2, .*ascend",

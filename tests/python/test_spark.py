@@ -147,7 +147,7 @@ def test_too_few_cores_are_an_error(spark: Any):
         ({"use_mpi": True}, "use_mpi=True: there is no MPI"),
         ({"stdout": sys.stdout}, "stdout=.*: what ranks print is in the logs"),
         ({"nics": ["a", "b"]}, "give one network interface"),
-        ({"num_proc": 0}, "num_proc=0 is no number from 1"),
+        ({"num_proc": 0}, "num_proc=0 is not a whole number from 1"),
     ],
 )
 def test_arguments_that_cannot_be_met_are_refused(arguments: dict[str, Any], text: str, spark: Any):

@@ -68,8 +68,14 @@ def read(environ: Mapping[str, str]) -> bootstrap.JobSettings | None:
         ({**TORCH, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 contradicts LOCAL_W"),
         ({**TORCH, "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_RANK=2 contradicts RANK=1"),
         ({**TORCH, "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 contradicts WORLD_SIZE=4"),
-        ({**TORCH, "MASTER_ADDR": ""}, "WORLD_SIZE=4 tells of other ranks, but MASTER_ADDR is not"),
-        ({**TORCH, "MASTER_PORT": ""}, "WORLD_SIZE=4 tells of other ranks, but MASTER_PORT is not"),
+        (
+            {**TORCH, "MASTER_ADDR": ""},
+            "WORLD_SIZE=4 shows that there are other ranks, but MASTER_ADDR is not",
+        ),
+        (
+            {**TORCH, "MASTER_PORT": ""},
+            "WORLD_SIZE=4 shows that there are other ranks, but MASTER_PORT is not",
+        ),
         ({**TORCH, "MASTER_PORT": "0"}, "MASTER_PORT='0' is not a port"),
         ({**TORCH, "HORORING_SIZE": "2"}, "HORORING_SIZE=2 contradicts torchrun, which tells 4"),
         ({**TORCH, **RANKS}, "HORORING_SIZE=2 contradicts WORLD_SIZE=4"),

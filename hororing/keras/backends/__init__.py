@@ -1,4 +1,4 @@
-"""What differs between the frameworks under Keras: one module each, behind `Backend`.
+"""The differences between the frameworks under Keras: one module each, behind `Backend`.
 
 Only these modules import the frameworks and hororing's adapters for them.
 """
@@ -16,7 +16,7 @@ from hororing.elastic.variables import Stepper
 from hororing.optimizer_settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
-# Whether the totals of gradients are due, and how to get them (and begin anew).
+# Whether the totals of gradients are due, and a function that returns and resets them.
 Totals = tuple[Any, Callable[[], list[Any]]]
 
 
@@ -24,11 +24,11 @@ class Accumulator(Protocol):
     """Adds up the gradients of several calls."""
 
     def add(self, gradients: Sequence[Any], places: Sequence[int]) -> Totals:
-        """Add gradients, or None, of the variables at `places` of those it was made for."""
+        """Add gradients, or None, of the variables at `places`."""
 
 
 class Backend(Protocol):
-    """What hororing.keras asks of a framework. Works while Keras traces a train step, too."""
+    """What hororing.keras needs of a framework. Also works while Keras traces a train step."""
 
     def reduce(
         self,
@@ -39,29 +39,29 @@ class Backend(Protocol):
     ) -> list[Any]:
         """Return the gradients reduced over the ranks of the process set.
 
-        `names` are those of the requests; `groups` are places of gradients that go together, the
-        others go alone.
+        `names` are the names of the requests; `groups` are places of gradients that are reduced
+        together, the others are reduced alone.
         """
 
     def accumulator(
         self, variables: Sequence[Any], maxima: Sequence[bool], settings: Settings
     ) -> Accumulator:
-        """Return an accumulator, every `settings.passes` calls due; of maxima where so marked."""
+        """Return an accumulator, due every `settings.passes` calls; of maxima if marked."""
 
     def choose(self, due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
         """Call `update` if `due`, else `otherwise`, and return the result."""
 
     def stepper(self) -> Stepper | None:
-        """Return what makes steps transactions of an elastic job; None: a failed step is lost."""
+        """Return the object that makes steps transactions of an elastic job, or None."""
 
-    def as_written(self, function: F) -> F:
-        """Return `function`, safe from tools that rewrite Python while they trace."""
+    def not_rewritten(self, function: F) -> F:
+        """Return `function`, protected from tools that rewrite Python while they trace."""
 
-    def as_ours(self, error: Exception) -> Exception | None:
-        """Return what an error that a train step raises is here; None if it is not ours."""
+    def convert_error(self, error: Exception) -> Exception | None:
+        """Convert an error of a train step to ours; None if it is not from hororing."""
 
     def prepare(self, model: Any) -> None:
-        """See to it that the train step can be compiled, before it is; ValueError if it cannot."""
+        """Make sure that the train step can be compiled; ValueError if it cannot."""
 
 
 @functools.cache

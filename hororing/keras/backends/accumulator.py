@@ -12,9 +12,9 @@ from hororing.optimizer_settings import Settings
 
 
 class VariableAccumulator:
-    """`Accumulator` for TensorFlow and torch. Its variables are none of the optimizer's.
+    """`Accumulator` for TensorFlow and torch. Its variables are not the optimizer's.
 
-    So they are not saved; and a file that was saved in the middle of a step loads without us.
+    So they are not saved, and a file saved in the middle of a step loads without hororing.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class VariableAccumulator:
         self._count = keras.Variable(
             initializer="zeros", shape=(), dtype="int32", trainable=False, name="gradient_count"
         )
-        # Variables that have had gradients. Ranks must agree on those, in a graph as elsewhere.
+        # Variables that have had gradients. Ranks must agree on these, also in a graph.
         self._live: set[int] = set()
 
     def add(

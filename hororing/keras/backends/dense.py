@@ -1,4 +1,4 @@
-"""The common part of backends without sparse gradients and graphs of their own."""
+"""The common part of backends without sparse gradients and own graphs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def reduce_all(
 ) -> list[Any]:
     """Reduce tensors by the asynchronous verbs of a module such as hororing.torch.
 
-    All are started, then waited for; an error is raised when nothing is in flight any more.
+    All are started, then waited for; an error is raised once nothing is in flight.
     """
     grouped = {at for group in groups for at in group}
     parts = [*groups, *([at] for at in range(len(tensors)) if at not in grouped)]

@@ -1,6 +1,6 @@
-"""Keras on JAX: gradients pass through the host, by callbacks that JAX keeps in order.
+"""Keras on JAX: gradients go through host memory, in callbacks that JAX keeps in order.
 
-There is no hororing.jax; arrays are reduced as NumPy's.
+There is no hororing.jax; arrays are reduced as NumPy arrays.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def reduce(
 
 
 class HostAccumulator:
-    """`Accumulator` in host memory: a traced train step can assign no variables."""
+    """`Accumulator` in host memory, because a traced train step cannot assign variables."""
 
     def __init__(self, maxima: Sequence[bool], settings: Settings) -> None:
         self._maxima = maxima
@@ -111,12 +111,12 @@ def stepper() -> None:
     """See `Backend`. A train step is given the memory of the weights, which is lost if it fails."""
 
 
-def as_written(function: F) -> F:
+def not_rewritten(function: F) -> F:
     """Return it: JAX does not rewrite Python."""
     return function
 
 
-def as_ours(error: Exception) -> Exception | None:
+def convert_error(error: Exception) -> Exception | None:
     """See `Backend`."""
     if not isinstance(error, jax.errors.JaxRuntimeError):
         return error
@@ -132,14 +132,14 @@ def _like(tensor: Any) -> jax.ShapeDtypeStruct:
 
 
 def _call(function: Callable[..., list[Any]], results: list[Any], tensors: list[Any]) -> list[Any]:
-    """Call `function` with arrays: now, or whenever what is being traced runs."""
+    """Call `function` with arrays: now, or whenever the traced function runs."""
     if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
 
         def with_arrays(*values: Any) -> list[Any]:
             _failures.clear()
             try:
                 return function(*(np.asarray(value) for value in values))
-            except Exception as error:  # JAX raises one of its own, with the text
+            except Exception as error:  # JAX raises its own exception, with the text
                 _failures.append(error)
                 raise
 

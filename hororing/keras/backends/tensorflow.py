@@ -50,18 +50,18 @@ def stepper() -> CountedSteps:
     return CountedSteps()
 
 
-def as_written(function: F) -> F:
-    """Spare AutoGraph the search for Python conditionals on tensors: there are none."""
+def not_rewritten(function: F) -> F:
+    """Save AutoGraph the search for Python conditionals on tensors: there are none."""
     return tf.autograph.experimental.do_not_convert(function)  # type: ignore[no-any-return]
 
 
-def as_ours(error: Exception) -> Exception | None:
+def convert_error(error: Exception) -> Exception | None:
     """See `Backend`."""
-    return requests.as_ours(error)
+    return requests.convert_error(error)
 
 
 def prepare(model: Any) -> None:
-    """Turn XLA off where it may be Keras that has chosen it."""
+    """Turn off XLA if Keras may have chosen it."""
     if not model.jit_compile:
         return
     if all(device.device_type == "CPU" for device in tf.config.list_physical_devices()):
@@ -69,7 +69,7 @@ def prepare(model: Any) -> None:
             "XLA cannot compile communication between processes: call model.compile with "
             "jit_compile=False, or leave it out"
         )
-    # jit_compile="auto" means True on a machine with a GPU, and cannot be told from it.
+    # jit_compile="auto" means True on a machine with a GPU, and looks the same.
     model.jit_compile = False
     if rank() == 0:
         warnings.warn(

@@ -26,7 +26,7 @@ def reduce(
     groups: Sequence[Sequence[int]],
     settings: Settings,
 ) -> list[Any]:
-    """See `Backend`. Out of place: the gradients given are the caller's."""
+    """See `Backend`. Out of place: the given gradients are the caller's."""
     packed = [settings.compression.compress(_dense(gradient)) for gradient in gradients]
     reduced = reduce_all(hvd, [tensor for tensor, _ in packed], names, groups, settings)
     return [
@@ -53,14 +53,14 @@ class Stepper:
     _steps: Steps | None = None
 
     def take(self, apply: Callable[[], Any], gradients: Sequence[Any]) -> None:
-        """Take a step, or leave it out."""
+        """Take a step, or skip it."""
         if self._steps is None:
             apply()
         else:
             self._steps.take(apply)
 
     def attach(self, steps: Steps | None) -> None:
-        """Let these decide."""
+        """Let these steps decide."""
         self._steps = steps
 
 
@@ -69,19 +69,19 @@ def stepper() -> Stepper:
     return Stepper()
 
 
-def as_written(function: F) -> F:
-    """Let torch.compile compile what stands around it."""
+def not_rewritten(function: F) -> F:
+    """Let torch.compile compile the code around it."""
     untraced: Any = torch.compiler.disable
     return untraced(function)  # type: ignore[no-any-return]
 
 
-def as_ours(error: Exception) -> Exception | None:
+def convert_error(error: Exception) -> Exception | None:
     """See `Backend`."""
     return error
 
 
 def prepare(model: Any) -> None:
-    """Do nothing: torch.compile leaves out what it cannot compile."""
+    """Do nothing: torch.compile skips what it cannot compile."""
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ class Distributed(WithoutWeight):
         return self.iterations  # type: ignore[attr-defined]
 
     def _reduced(self, grads_and_vars: Pairs) -> list[tuple[Any, Any]]:
-        self._state.reached = True
+        self._state.was_called = True
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
         reduced = reduce_gradients(
@@ -91,7 +91,7 @@ class _State:
     """The state of a distributed optimizer that Keras neither saves nor tracks."""
 
     def __init__(self, local_layers: Sequence[Any]) -> None:
-        self.reached = False  # gradients have come by
+        self.was_called = False  # gradients have come by
         self.local: set[Any] = set()  # keys of variables
         self.local_layers = local_layers  # may be built later
         self.count: Any = None

@@ -69,7 +69,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
         if size() == 1 or optimizer is None:
             return
         if isinstance(optimizer, Distributed):
-            if optimizer._settings.reduces and not optimizer._state.reached:
+            if optimizer._settings.reduces and not optimizer._state.was_called:
                 raise RuntimeError(NOTHING_REDUCED)
         elif collectives.submitted() == self._submitted:  # a train step may reduce by itself
             raise RuntimeError(NOTHING_REDUCED)

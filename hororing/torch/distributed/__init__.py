@@ -4,8 +4,8 @@
 
     dist.init_process_group("hororing")
 
-torch finds the backend where hororing is installed; in a source tree, import this module. What it
-can do, and what it cannot: docs/torch_distributed.md.
+torch finds the backend if hororing is installed; in a source tree, import this module. For its
+features and limits see docs/torch_distributed.md.
 """
 
 from __future__ import annotations

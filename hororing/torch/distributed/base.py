@@ -1,9 +1,9 @@
-"""The common base of a process group's parts: its ranks, its names, its checks.
+"""The common base of a process group: its ranks, names and checks.
 
-A group is a process set. Its calls are numbered, and the number is the request's name: so calls
-match in their order, and one that differs between ranks is a MismatchError on all of them. A call
-that fails on one rank alone, before the engine has it, takes its number too; the rank sends a
-barrier in its place, from which the others learn that it made no such call.
+A group is a process set. Its calls are numbered, and the number is the request's name. So calls
+match in order, and one that differs between ranks is a MismatchError on all of them. A call that
+fails on one rank alone, before the engine has it, also takes its number. The rank then sends a
+barrier instead, which tells the others that it made no such call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hororing.torch.distributed.work import Work
 from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import adapter, verbs
 
-# torch's stubs tell of other signatures, and lack much.
+# torch's stubs have other signatures, and lack many names.
 dist: Any = torch_distributed
 _Base: Any = dist.ProcessGroup
 
@@ -38,10 +38,10 @@ T = TypeVar("T")
 
 
 def request(function: F) -> F:
-    """Give a method the name of its request, and that to the other ranks if it fails."""
+    """Give a method its request's name, and send that to the other ranks if it fails."""
     verb = function.__name__.lstrip("_")
 
-    @uncompiled  # DDP calls in the midst of compiled functions
+    @uncompiled  # DDP calls it from compiled functions
     def call(self: Group, *args: Any, **kwargs: Any) -> Work:
         name = self.next_name(verb)
         try:
@@ -94,7 +94,7 @@ class Group(_Base):  # type: ignore[misc]
     ) -> None:
         super().__init__(rank, len(ranks))
         self._place, self._ranks = rank, list(ranks)
-        # The engine has the ranks of a set in ascending order: for each, its rank in the group.
+        # The engine orders the ranks of a set ascending. For each of them: its rank in the group.
         self._order = sorted(range(len(ranks)), key=self._ranks.__getitem__)
         self._is_ascending = self._order == list(range(len(ranks)))
         self._torch_name = self._description = "undefined"
@@ -102,7 +102,7 @@ class Group(_Base):  # type: ignore[misc]
         self._at_shutdown: Callable[[], None] | None = at_shutdown
         self._numbers = itertools.count(1)
         members = process_sets.of_members(self._ranks)
-        # torch's own name may differ between the members.
+        # torch's own name may differ between members.
         self._name = f"group{next(members.users)}"
         found = members.get(self._timeout_s)
         if found is None:
@@ -111,7 +111,7 @@ class Group(_Base):  # type: ignore[misc]
                 f"{self._timeout_s:g} s"
             )
         self._set: ProcessSet = found
-        # Of its keys in the store, where former groups may have left some.
+        # Prefix of its keys in the store, where earlier groups may have left some.
         sign = torch.tensor(secrets.randbits(48))
         handle = verbs.start_broadcast(
             sign, self._ranks[0], f"{self._name}.sign", self._set, in_place=True
@@ -156,7 +156,7 @@ class Group(_Base):  # type: ignore[misc]
     def _get_backend(self, _: torch.device) -> Group:
         return self
 
-    # What torch asks of the backend of a device.
+    # Queried by torch for the backend of a device.
     supports_splitting = supports_coalescing = supports_shrinking = supports_time_estimate = False
 
     group_name = property(getGroupName)
@@ -165,13 +165,13 @@ class Group(_Base):  # type: ignore[misc]
     _set_group_desc = setGroupDesc
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Have later calls wait so long."""
+        """Set how long later calls wait."""
         self._timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """End the group. What is in flight goes on; later calls are a ValueError."""
+        """End the group. Requests in flight continue; later calls are a ValueError."""
         ended, self._at_shutdown = self._at_shutdown, None
         if ended is not None:
             ended()
@@ -181,12 +181,12 @@ class Group(_Base):  # type: ignore[misc]
     # -- the order of ranks
 
     def _in_set_order(self, parts: Iterable[T]) -> list[T]:
-        """Put parts that are in the order of the group into that of the engine."""
+        """Reorder parts from the group's order to the engine's."""
         listed = list(parts)
         return [listed[rank] for rank in self._order]
 
     def _in_group_order(self, parts: Iterable[T]) -> list[T]:
-        """Put parts that are in the order of the engine into that of the group."""
+        """Reorder parts from the engine's order to the group's."""
         return [part for _, part in sorted(zip(self._order, parts, strict=True), key=_first)]
 
     # -- names and waits
@@ -198,8 +198,8 @@ class Group(_Base):  # type: ignore[misc]
         return callback.next_call() if callback else f"{self._name}.{next(self._numbers)}"
 
     def refuse(self, name: str) -> None:
-        """Let the other ranks know that this one fails to make the call."""
-        with contextlib.suppress(ValueError):  # there is no engine
+        """Tell the other ranks that this one fails to make the call."""
+        with contextlib.suppress(ValueError):  # the engine has ended
             handle = control.start_barrier(name, self._members(), blocking=False)
             collectives.abandon(handle, None)
 

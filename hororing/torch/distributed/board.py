@@ -1,9 +1,9 @@
-"""Messages of a group's ranks through torch's store: which have come, which wait to send.
+"""A group's messages in torch's store: ranks that have come, and messages that wait.
 
 A message is a broadcast in a set of two ranks, so a receiver from any source must first learn who
-sends. It says in the store that it wants to; a rank whose message waits looks there, and leaves its
-number. Nothing of that happens to messages whose receiver comes within milliseconds, and nothing is
-left in the store where no rank receives from any source.
+sends. It writes into the store that it waits; a rank whose message waits looks there, and writes
+its number. Messages whose receiver comes within milliseconds need none of this, and nothing is left
+in the store if no rank receives from any source.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from hororing import control
 
-# Between two looks at the store; the announcer's grows while nothing new is sent.
+# Time between two polls of the store; the announcer's grows while nothing new is sent.
 POLL_S: Final = 0.002
 _SLOW_POLL_S: Final = 0.05
-# Longest that a rank waits for the verdict of rank 0 after the timeout of a monitored barrier.
+# The longest wait for rank 0's result after the timeout of a monitored barrier.
 _VERDICT_S: Final = 10.0
 
 
@@ -28,7 +28,7 @@ class Board:
 
     Parameters
     ----------
-    prefix : returns that of the keys, which no other group has ever used. May block.
+    prefix : returns the prefix of the keys, which no other group has used. May block.
     place : of this rank in the group.
     """
 
@@ -43,7 +43,7 @@ class Board:
     # -- messages from any source
 
     def add_receivers(self, change: int) -> None:
-        """One receiver from any source more (1) or less (-1) on this rank."""
+        """Count receivers from any source on this rank: one more (1) or less (-1)."""
         with self._lock:
             before, self._receivers = self._receivers, self._receivers + change
             if not before or not self._receivers:
@@ -52,18 +52,18 @@ class Board:
                 )
 
     def has_receivers(self, target: int) -> bool:
-        """Whether a rank of the group wants to know which ranks send to it."""
+        """Whether a rank of the group asks which ranks send to it."""
         key = f"{self._prefix()}wants{target}"
         return bool(self._store.check([key])) and bool(self._store.get(key))
 
     def announce(self, target: int, tag: int, number: int) -> None:
-        """Leave word for `target` that this rank's message of that tag and number waits."""
+        """Tell `target` that this rank's message with that tag and number waits."""
         to = f"{self._prefix()}to{target}."
         place = self._store.add(to, 1)
         self._store.set(f"{to}{place}", f"{self._place} {tag} {number}")
 
     def take(self, tag: int, take: Callable[[int, int], bool]) -> int | None:
-        """Return a rank that sends to this one, for whom `take(rank, number)` was true."""
+        """Return a rank that sends to this one, and for which `take(rank, number)` was true."""
         control.check_engine()
         with self._lock:
             to = f"{self._prefix()}to{self._place}."
@@ -81,9 +81,9 @@ class Board:
     # -- barrier
 
     def missing(self, size: int, timeout_s: float) -> list[int] | None:
-        """Meet the other ranks; return which have not come in time. None: rank 0 does not answer.
+        """Wait for the other ranks; return those that are late. None: rank 0 does not answer.
 
-        All ranks that come get the same answer, also those that come later.
+        All ranks that come get the same answer, even if they come later.
         """
         number = next(self._barriers)
         key = f"{self._prefix()}barrier{number}."
@@ -97,7 +97,7 @@ class Board:
                     break
                 sleep(POLL_S)
             self._store.set(f"{key}verdict", " ".join(map(str, missing)))
-            if not missing:  # then no rank reads the keys of the last one any more
+            if not missing:  # then no rank reads the previous barrier's keys any more
                 last = f"{self._prefix()}barrier{number - 1}."
                 for name in ("verdict", *range(size)):
                     self._store.delete_key(f"{last}{name}")
@@ -111,7 +111,7 @@ class Board:
 
 
 class _Announcer:
-    """A thread that looks whether receivers want to know of messages that wait."""
+    """A thread that checks whether receivers want to know about waiting messages."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -121,7 +121,7 @@ class _Announcer:
         self._started = False
 
     def watch(self, message: Any, board: Board, target: int, tag: int, number: int) -> None:
-        """Announce `message`, which is not complete, as soon as `target` wants that."""
+        """Announce `message`, which is not complete, as soon as `target` asks."""
         self._waiting[message] = board, target, tag, number
         self._has_new = True
         if self._sleeps or not self._started:
@@ -134,14 +134,14 @@ class _Announcer:
                 self._changed.notify()
 
     def forget(self, message: Any) -> None:
-        """It is complete, or given up."""
+        """The message is complete, or given up."""
         self._waiting.pop(message, None)
 
     def _run(self) -> None:
         period_s = POLL_S
         while True:
             with self._changed:
-                self._sleeps = True  # before the look: `watch` does both the other way round
+                self._sleeps = True  # before the check: `watch` does both in the other order
                 self._changed.wait_for(lambda: self._waiting or not self._sleeps)
                 self._sleeps = False
             period_s = POLL_S if self._has_new else min(1.2 * period_s, _SLOW_POLL_S)
@@ -157,7 +157,7 @@ class _Announcer:
                     if not done and wanted[board, target]:
                         board.announce(target, tag, number)
                         done = True
-                except Exception:  # neither engine nor store: the waiting caller gets the error
+                except Exception:  # the engine or store has ended: the waiting caller gets it
                     done = True
                 if done:
                     self.forget(message)

@@ -1,10 +1,10 @@
 """Names for the calls that callbacks of futures make.
 
-Callbacks of different futures run in an order, and on threads, that differ between ranks. So the
-calls in a callback are not numbered with the others: they are named after the call whose future
-runs it. `then` may run a callback at once, and torch makes the futures that `then` returns, for
-which it takes no class of ours. So we put ours around the methods of torch's class: a callback is
-marked while it runs if its future comes from a call of a process group.
+Callbacks of different futures run in an order, and on threads, that differ between ranks. So calls
+in a callback are not numbered with the others: they are named after the call whose future runs it.
+`then` may run a callback at once, and torch makes the futures that `then` returns, without using a
+class of ours. So we wrap the methods of torch's class: a callback is marked while it runs if its
+future comes from a call of a process group.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _Future: Any = torch._C.Future
 
 
 class Scope:
-    """What is named after one future: its callbacks, and the calls in the one that fulfils it.
+    """Names derived from one future: of its callbacks, and of the calls in its own callback.
 
     Parameters
     ----------
-    group : of the call.
+    group : the call's group.
     name : such as "group1.7", or "group1.7.then1" for its first callback.
     """
 
@@ -41,11 +41,11 @@ class Scope:
         return f"{self._name}.{next(self._calls)}"
 
     def next_callback(self) -> Scope:
-        """Return that of the next callback, and of its future."""
+        """Return the name of the next callback, and of its future."""
         return Scope(self.group, f"{self._name}.then{next(self._callbacks)}")
 
     def run(self, callback: Callable[[Any], Any], done: Any) -> Any:
-        """Call `callback(done)`, whose calls are named after it."""
+        """Call `callback(done)`; calls in it are named after it."""
         before, _thread.scope = _thread.scope, self
         try:
             return callback(done)
@@ -62,13 +62,13 @@ _scopes: Final[MutableMapping[Any, Scope]] = WeakKeyDictionary()
 
 
 def current(group: Any) -> Scope | None:
-    """Return that of the callback that this thread runs, if it is of a call of `group`."""
+    """Return the scope of the callback that this thread runs, if its call is of `group`."""
     scope = _thread.scope
     return scope if scope is not None and scope.group is group else None
 
 
 def name(future: Any, group: Any, call: str) -> None:
-    """Have the calls in callbacks of `future` named after `call`."""
+    """Name the calls in callbacks of `future` after `call`."""
     _scopes[future] = Scope(group, call)
 
 

@@ -1,4 +1,4 @@
-"""Collectives that copy: broadcast, gather, scatter, all_gather, all_to_all; and the barrier."""
+"""Collectives that copy: broadcast, gather, scatter, all_gather and all_to_all; and the barrier."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Exchanges(Group):
         """Gather each input into its outputs, which are in rank order."""
         for targets in outputs:
             self._check_count(verb, "outputs", targets)
-        # Of equal shapes: then ranks that differ find out. A row of a tensor, else its own rows.
+        # Of equal shapes, so that differing ranks notice. A row of a tensor, or its own rows.
         alike = [same_shape([one, *targets]) for one, targets in zip(inputs, outputs, strict=True)]
         sent = [
             tensor.unsqueeze(0) if even or tensor.dim() == 0 else tensor
@@ -98,7 +98,7 @@ class Exchanges(Group):
     def _allgather_base(
         self, name: str, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Work:
-        """Copy every rank's tensor into one, after one another."""
+        """Concatenate the tensors of all ranks into one."""
         opts = opts or dist.AllgatherOptions()
         return self._gather_into("all_gather_into_tensor", name, [output], [tensor], opts)
 
@@ -129,7 +129,7 @@ class Exchanges(Group):
 
     @request
     def gather(self, name: str, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
-        """Copy every rank's tensor, all of one shape, into a list of the root."""
+        """Copy every rank's tensor, all of one shape, into a list on the root."""
         tensor, root = single(inputs, "gather"), self._root(opts)
         targets = list(single(outputs, "gather")) if root == self._ranks[self._place] else []
         if targets:
@@ -171,7 +171,7 @@ class Exchanges(Group):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Work:
-        """Send rows to every rank; splits are rows by rank, or empty for equally many."""
+        """Send rows to every rank; splits are rows per rank, or empty for equal parts."""
         verb = "all_to_all_single"
         opts = opts or dist.AllToAllOptions()
         sends = self._splits(verb, "input", tensor, input_splits)
@@ -223,15 +223,15 @@ class Exchanges(Group):
         return self._work("barrier", name, handle, [], opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks, and learn which have not come.
+        """Wait for all ranks, and return which have not come.
 
-        The ranks meet in torch's store, so this works while requests of the group hang.
+        The ranks use torch's store, so this works while requests of the group hang.
 
         Raises
         ------
-        StalledError : on every rank that has come, with the ranks that have not within `timeout`
-            (a timedelta or seconds; None: that of the group): the first, or all of them if
-            `wait_all_ranks`. PeerLostError and the like if the job has ended.
+        StalledError : on every rank that has come; it names the late ranks after `timeout` (a
+            timedelta or seconds; None: that of the group): the first, or all if `wait_all_ranks`.
+            PeerLostError and the like if the job has ended.
         """
         self._check_alive("monitored_barrier")
         seconds = self._timeout_s if timeout is None else timeout
@@ -242,7 +242,7 @@ class Exchanges(Group):
             several = wait_all_ranks and len(missing) > 1
             who = f"Ranks {str(missing)[1:-1]}" if several else f"Rank {missing[0]}"
             why = f"{who} failed to pass monitoredBarrier in {seconds:g} s"
-            # All in the words of gloo, which scripts and PyTorch's tests look for.
+            # All texts are gloo's, which scripts and PyTorch's tests match.
             if self._place != 0:
                 why = (
                     f"Rank {self._place} successfully reached monitoredBarrier, but received "
@@ -252,7 +252,7 @@ class Exchanges(Group):
                 why = f"Rank 0 timed out in monitoredBarrier: {why}"
             raise StalledError(f"monitored_barrier: {why}, in {self!r}")
 
-    # The names of torch 2.13; those above are what torch has called them before.
+    # The names in torch 2.13; those above are its earlier names.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     all_to_all_single = alltoall_base

@@ -1,6 +1,6 @@
 """The process group: torch.distributed's collectives as requests of the engine.
 
-torch calls the methods by their names, from Python or (DDP, functional collectives) from C++.
+torch calls the methods by name, from Python or (DDP, functional collectives) from C++.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ class ProcessGroup(Reductions, Exchanges, PointToPoint):
     """A process group of torch.distributed over hororing. `init_process_group` makes it.
 
     All collectives take tensors of the CPU or of one CUDA device, of the types that
-    `hororing.torch` knows; tensors need not be contiguous. Each returns a `Work`. Errors that this
-    rank alone can find are raised here, and the others get a MismatchError; all others come from
-    `wait`: MismatchError if ranks disagree, on all of them, after which the group can go on;
-    StalledError after the group's timeout; ShutDownError, PeerLostError and TransportError when the
-    job ends.
+    `hororing.torch` supports; tensors need not be contiguous. Each returns a `Work`. Errors that
+    this rank alone can find are raised here, and the others get a MismatchError. All others come
+    from `wait`: MismatchError on all ranks if they disagree, after which the group can be used
+    again; StalledError after the group's timeout; ShutDownError, PeerLostError and TransportError
+    when the job ends.
 
     Parameters
     ----------
     rank : of this process among `ranks`.
     ranks : of the job, in the order of the group.
     timeout : how long a call waits.
-    store : of torch's, which all members share.
+    store : torch's store, which all members share.
     at_shutdown : called when the group is destroyed.
     """

@@ -1,9 +1,9 @@
 """Messages between two ranks of a group: a broadcast in a process set of the two.
 
-The pair asks for its set with its first message, in either direction. Neither rank can wait for the
-other there, since each may first have messages with other ranks: such a message is submitted as
-soon as the set is there, by whoever waits for it or polls it, or by the thread of the futures. So
-is one from any source, as soon as that is known.
+The pair requests its set with its first message, in either direction. Neither rank can wait for the
+other there, because each may first have messages with other ranks. So a message is submitted as
+soon as the set exists, by whoever waits for it or polls it, or by the thread of the futures. A
+message from any source is submitted as soon as its source is known.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hororing.torch.distributed.work import Work, completions
 
 
 class Route(NamedTuple):
-    """The set of both ranks, which rank of the group sends, and the number of the message."""
+    """The set of both ranks, the sender's rank in the group, and the number of the message."""
 
     pair: SetOfMembers
     source: int
@@ -36,9 +36,9 @@ class Message(Work):
     Parameters
     ----------
     verb : for errors.
-    find : returns its route, or None while that is not known. Does not block.
-    start : submits the request of the route's name in its set, and returns the handle.
-    found : called once, when `find` is not called any more.
+    find : returns its route, or None while it is unknown. Does not block.
+    start : submits the request under the route's name in its set, and returns the handle.
+    found : called once, when `find` is no longer called.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Message(Work):
             completions.watch(self)
 
     def source_rank(self) -> int:
-        """Return which rank of the group has sent it. ValueError: not known yet."""
+        """Return which rank of the group sent it. ValueError: not known yet."""
         if self._route is None:
             raise ValueError(f"{self._title}: nobody has sent yet; wait() first")
         return self._route.source
@@ -72,7 +72,7 @@ class Message(Work):
     _source_rank = source_rank
 
     def _is_ready(self) -> bool:
-        """Whether `_submit` can hand it over, or it has an error."""
+        """Whether `_submit` can submit it, or it has an error."""
         with self._lock:
             if self._find is not None:
                 try:
@@ -88,7 +88,7 @@ class Message(Work):
     def _stop_looking(self) -> None:
         if self._find is not None:
             self._find = None
-            with suppress(Exception):  # there is no store any more
+            with suppress(Exception):  # the store has ended
                 self._found()
 
     def _fail(self, error: Exception) -> None:
@@ -96,7 +96,7 @@ class Message(Work):
         self._end()
 
     def _submit(self) -> None:
-        """Hand the request to the engine, once; the set is there, or will never be."""
+        """Submit the request to the engine, once; the set exists, or never will."""
         with self._lock:
             start, self._start = self._start, None
             if start is None or self._done or self._route is None:
@@ -117,7 +117,7 @@ class Message(Work):
                 return self.expire(timeout_s)
             sleep(POLL_S)
         if self._start is not None and self._route is not None:
-            with suppress(Exception):  # which `_submit` gets, too
+            with suppress(Exception):  # `_submit` gets it, too
                 if self._route.pair.get(max(end - monotonic(), 0.0)) is None:
                     return self.expire(timeout_s)
             self._submit()
@@ -149,15 +149,15 @@ class Message(Work):
 
     @property
     def blocks(self) -> bool:  # type: ignore[override]
-        """Nobody is known to wait for it before it is submitted."""
+        """Before it is submitted, no other rank is known to wait for it."""
         return self._start is None
 
     def look(self, now: float) -> bool:
-        """Whether it is complete or too late, or submitted, if nobody wants more."""
+        """Whether it is complete or too late, or submitted if nobody wants more."""
         complete = super().look(now)
         return complete or (self._start is None and self._promise is None)
 
     def close(self) -> None:
-        """Settle it after `look`, but for one that is only submitted."""
+        """Settle it after `look`, unless it was only submitted."""
         if self.complete() or monotonic() >= self._deadline:
             super().close()

@@ -22,11 +22,11 @@ class PointToPoint(Group):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # How many messages there have been, by source, target and tag.
+        # The number of messages so far, by source, target and tag.
         self._messages: defaultdict[tuple[int, int, int], int] = defaultdict(int)
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:
-        """Send a tensor to a rank of the group, which receives it into one of as many elements.
+        """Send a tensor to a rank of the group, which receives the same number of elements.
 
         Messages of one tag arrive in order. ValueError if the target is this rank.
         """
@@ -49,9 +49,9 @@ class PointToPoint(Group):
         return self._message("recv", tensor, flat, lambda: route, finish)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        """Receive a tensor from whichever rank of the group sends one with that tag.
+        """Receive a tensor from any rank of the group that sends one with that tag.
 
-        The ranks find each other by torch's store, which takes some milliseconds.
+        The ranks find each other through torch's store, which takes some milliseconds.
         """
         tensor, flat, finish = self._target("recv", tensors)
         self._check_alive("recv")
@@ -69,7 +69,7 @@ class PointToPoint(Group):
     def _target(
         self, verb: str, tensors: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor, Callable[[Any], None] | None]:
-        """The tensor, what is received in its place, and what puts that there."""
+        """The tensor, the buffer that receives it, and the function that copies it back."""
         tensor = adapter.check(single(tensors, verb), verb)
         adapter.check_writable(tensor, verb)
         if tensor.is_contiguous():
@@ -83,11 +83,11 @@ class PointToPoint(Group):
             raise ValueError(f"{verb}: rank {peer} is not another rank of {self!r}")
 
     def _route(self, source: int, target: int, tag: int) -> Route:
-        """The way of the next message."""
+        """The route of the next message."""
         key = source, target, tag
         self._messages[key] += 1
         number = self._messages[key]
-        # Other groups of these two have messages, too.
+        # Other groups of these two ranks have messages, too.
         name = f"set{self._members()}.{self._name}.from{source}.to{target}.tag{tag}.{number}"
         pair = process_sets.of_members([self._ranks[source], self._ranks[target]])
         return Route(pair, source, number, name)

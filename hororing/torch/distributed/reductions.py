@@ -1,4 +1,4 @@
-"""Collectives that combine: all_reduce, reduce, reduce_scatter, and their forms."""
+"""Collectives that combine: all_reduce, reduce and reduce_scatter, and their forms."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _OPS: Final[dict[Any, int]] = {
     _RedOpType.MAX: arguments.Max,
     _RedOpType.PRODUCT: arguments.Product,
 }
-# For integers and bool: all ranks' tensors are gathered and combined here.
+# For integers and bool: the tensors of all ranks are gathered and combined here.
 _BITWISE: Final[dict[Any, Callable[..., torch.Tensor]]] = {
     _RedOpType.BAND: torch.bitwise_and,
     _RedOpType.BOR: torch.bitwise_or,
     _RedOpType.BXOR: torch.bitwise_xor,
 }
-# Reduce-scatter has these; others use an allreduce, of which each rank keeps its part.
+# Supported by reduce-scatter; others use an allreduce, of which each rank keeps its part.
 _SCATTERS: Final = (arguments.Sum, arguments.Average)
 
 
@@ -102,7 +102,7 @@ class Reductions(Group):
 
     @request
     def reduce(self, name: str, tensors: Any, opts: Any) -> Work:
-        """Combine one tensor over the group into that of the root."""
+        """Combine one tensor over the group, into the root's tensor."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         tensor, op = single(tensors, "reduce"), opts.reduceOp
         keeps = self._root(opts) == self._ranks[self._place]
@@ -118,7 +118,7 @@ class Reductions(Group):
     def reduce_scatter(
         self, name: str, outputs: Tensors, inputs: list[Tensors], opts: Any = None
     ) -> Work:
-        """Combine a list of tensors, of which each rank gets one."""
+        """Combine a list of tensors, one for each rank."""
         opts = opts or dist.ReduceScatterOptions()
         output, sources = single(outputs, "reduce_scatter"), single(inputs, "reduce_scatter")
         self._check_count("reduce_scatter", "inputs", sources)
@@ -142,7 +142,7 @@ class Reductions(Group):
     def _reduce_scatter_base(
         self, name: str, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Work:
-        """Combine a tensor, of which each rank gets an equal part."""
+        """Combine a tensor; each rank gets an equal part."""
         opts = opts or dist.ReduceScatterOptions()
         return self._scatter_tensors("reduce_scatter_tensor", name, [output], [tensor], opts)
 
@@ -164,7 +164,7 @@ class Reductions(Group):
         return self._scatter(verb, name, outputs, rows, opts)
 
     def _scatter(self, verb: str, name: str, outputs: Tensors, rows: Tensors, opts: Any) -> Work:
-        """Combine tensors that have a row for each rank."""
+        """Combine tensors that have one row per rank."""
         op = _number(opts.reduceOp, verb)
         if op not in _SCATTERS:
             return self._reduce_parts(
@@ -191,7 +191,7 @@ class Reductions(Group):
         part: Callable[[torch.Tensor], torch.Tensor],
         opts: Any,
     ) -> Work:
-        """Combine everything on every rank, of which it keeps a part."""
+        """Combine everything on every rank, which keeps its part."""
 
         def finish(results: Tensors) -> None:
             for output, result in zip(outputs, results, strict=True):
@@ -203,6 +203,6 @@ class Reductions(Group):
         )  # fmt: skip
         return self._work(verb, name, handle, outputs, opts, finish)
 
-    # The names of torch 2.13; those above are what torch has called them before.
+    # The names in torch 2.13; those above are its earlier names.
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced

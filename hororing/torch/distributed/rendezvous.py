@@ -1,9 +1,9 @@
-"""How the process group of all ranks comes to an engine, and to a store of torch's.
+"""How the process group of all ranks gets an engine, and a store of torch.
 
-An engine that runs already is used. Otherwise `init_process_group` starts one: by the launcher
-where that is MPI or hororun, and by torch's own store everywhere else (torchrun,
-`torch.multiprocessing.spawn`, a file), which needs no launcher. The latter ends when the group is
-destroyed.
+It uses an engine that is already running. Otherwise `init_process_group` starts one: through the
+launcher if that is MPI or hororun, and through torch's own store in all other cases (torchrun,
+`torch.multiprocessing.spawn`, a file), which need no launcher. Such an engine ends when the group
+is destroyed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hororing.torch.distributed.group import ProcessGroup
 dist: Any = torch_distributed
 
 _LEAVE: Final = "torch.distributed.destroy_process_group"
-# Longest that a rank waits at its end for ranks that still use other groups.
+# How long a rank waits at its end for ranks that still use other groups.
 _LEAVE_S: Final = 30.0
 
 
@@ -47,13 +47,13 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
         leaves = _start(options.store, rank, size, timeout.total_seconds())
     ranks = list(ranks) or list(range(size))
     _check(rank, size, of_all)
-    # The name of a group, which is in its store's prefix, may differ between the members.
+    # The name of a group, which is part of its store's prefix, may differ between members.
     store = options.store if of_all else dist.distributed_c10d._get_default_store()
     return ProcessGroup(rank, ranks, timeout, store, _leave if leaves else _nothing)
 
 
 def _start(store: Any, rank: int, size: int, timeout_s: float) -> bool:
-    """Start the engine; return whether it is of these ranks' making, and can be of others later."""
+    """Start the engine; return whether it has these ranks only, so that another may follow."""
     started_by = launch.detect(mpi=mpi.is_usable)
     by_launcher = started_by.mpi or started_by.launcher == launch.HORORUN
     if by_launcher and (started_by.rank, started_by.least_size) == (rank, size):
@@ -81,7 +81,7 @@ def _check(rank: int, size: int, of_all: bool) -> None:
 
 
 def _leave() -> None:
-    """End the engine that a group started, when the other ranks have left theirs, too."""
+    """End the engine that a group started, once the other ranks have left theirs."""
     if not job.has_engine():
         return
     with suppress(HororingInternalError, ValueError):  # the job has ended already
@@ -98,7 +98,7 @@ def _nothing() -> None:
 
 
 def meet(_: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Start the engine by its own means, and share a store of torch's: hororing://."""
+    """Start the engine through its own rendezvous, and share a store of torch: hororing://."""
     runtime.init()
     rank, size = job.rank(), job.size()
     store, place = None, None

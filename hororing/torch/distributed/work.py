@@ -1,8 +1,8 @@
 """The result of a collective of torch.distributed: a `Work`, and its future.
 
-The caller that waits for a work, or polls it, finishes it. Works whose future was asked for (by
-DDP, say) are finished by threads, since C++ waits for futures without us: one waits for the
-engine's next completion, and another one runs only while a callback of a future runs on the first.
+The caller that waits for a work, or polls it, finishes it. Works whose future was requested (by
+DDP, for example) are finished by threads, because C++ waits for futures without us. One thread
+waits for the engine's next completion; another runs only while the first runs a future's callback.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hororing import collectives
 from hororing.errors import StalledError
 from hororing.torch.uncompiled import uncompiled
 
-# Between two looks at what the engine does not tell of.
+# Time between two checks of what the engine does not report.
 _LOOK_S = 0.01
 
 
@@ -32,10 +32,10 @@ class Work(_Work):
     ----------
     title : for errors, such as "allreduce 'group0.5'".
     handle : of `hororing.collectives`; 0: it is complete.
-    result : what `result()` and the future have: a list of tensors.
-    finish : called once with what `collectives.wait(handle)` returns, by any thread.
+    result : the list of tensors that `result()` and the future return.
+    finish : called once with the result of `collectives.wait(handle)`, by any thread.
     timeout_s : the longest wait.
-    on_future : called with the future, when that is first asked for.
+    on_future : called with the future, when it is first requested.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Work(_Work):
         self._on_future = on_future
         self._done = handle == 0
         self._error: Exception | None = None
-        # Again by the same thread: a signal handler may wait, too.
+        # Reentrant: a signal handler on the same thread may wait, too.
         self._lock = threading.RLock()
         self._promise: Any = None
         self._future: Any = None
@@ -71,8 +71,8 @@ class Work(_Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it is complete; return True, or raise its error.
 
-        The GIL is released, and Ctrl-C is answered. StalledError after `timeout`, by default that
-        of the call or its group; the request stays in flight, and the other ranks can complete it.
+        The GIL is released, and Ctrl-C works. StalledError after `timeout`, by default that of the
+        call or its group. The request then stays in flight, and the other ranks can complete it.
         """
         if not self._done:
             seconds = timeout.total_seconds() if timeout else 0.0
@@ -97,7 +97,7 @@ class Work(_Work):
             return True
         try:
             return collectives.poll(self._handle)
-        except ValueError:  # another thread has just settled it
+        except ValueError:  # another thread has just finished it
             return True
 
     def settle(self) -> None:
@@ -109,13 +109,13 @@ class Work(_Work):
                 value = collectives.wait(self._handle)
                 if self._finish is not None:
                     self._finish(value)
-            except Exception as error:  # which `wait` raises
+            except Exception as error:  # `wait` raises it
                 self._error = error
             self._end()
         self._tell()
 
     def expire(self, timeout_s: float) -> None:
-        """Give it up. The engine keeps the memory that it may still write to."""
+        """Give it up. The engine keeps the memory that it may still write."""
         with self._lock:
             if self._done:
                 return
@@ -143,7 +143,7 @@ class Work(_Work):
 
     @uncompiled
     def is_completed(self) -> bool:
-        """Whether `wait` returns at once. Completes it where that is possible."""
+        """Whether `wait` returns at once. Completes it if possible."""
         if not self._done and self.complete():
             self.settle()
         return self._done
@@ -161,7 +161,7 @@ class Work(_Work):
         return self._result
 
     def source_rank(self) -> int:
-        """Return which rank of the group has sent it. ValueError unless it was received."""
+        """Return which rank of the group sent it. ValueError unless it was received."""
         raise ValueError(f"{self._title} has no source rank; irecv has")
 
     _source_rank = source_rank
@@ -172,7 +172,7 @@ class Work(_Work):
         with self._lock:
             if self._future is None:
                 promise: Any = torch.futures.Future()
-                # Only what a callback raises is an error to C++.
+                # C++ sees an error only if a callback raises it.
                 self._future = promise.then(self._value)
                 self._on_future(self._future)
                 self._promise = promise
@@ -188,9 +188,9 @@ class Work(_Work):
             raise self._error
         return self._result
 
-    # Of `_Completions`.
+    # For `_Completions`.
 
-    blocks = True  # a caller that waits is blocked until the engine completes its request
+    blocks = True  # a waiting caller is blocked until the engine completes its request
 
     def look(self, now: float) -> bool:
         """Whether it is complete or too late."""
@@ -205,10 +205,10 @@ class Work(_Work):
 
 
 class _Completions:
-    """The works that callers do not complete, and the threads that do so.
+    """The works that no caller completes, and the threads that complete them.
 
-    One thread at a time looks for works that are complete. Before it completes them, which may run
-    callbacks that wait for other works, it lets another thread look.
+    One thread at a time looks for complete works. Before it completes them, which may run callbacks
+    that wait for other works, it lets another thread take over.
     """
 
     def __init__(self) -> None:
@@ -219,8 +219,8 @@ class _Completions:
         self._seen = -1
 
     def watch(self, work: Work) -> None:
-        """Complete `work` as soon as that is possible."""
-        if work.complete():  # and if not, the engine tells of it from now on
+        """Complete `work` as soon as possible."""
+        if work.complete():  # otherwise the engine reports it from now on
             work.settle()
             return
         with self._changed:

@@ -1,4 +1,4 @@
-"""ElasticSampler: every sample once per epoch, also when the number of ranks changes within it."""
+"""ElasticSampler: every sample once per epoch, even if the number of ranks changes within it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hororing.elastic.steps import Steps
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Deals the samples of an epoch to the ranks. Does not communicate.
+    """Distributes the samples of an epoch over the ranks. Does not communicate.
 
-    Tell it of each batch by `record_batch`, and give it to `TorchState`. After a change of members
-    the samples that no rank has processed are dealt to the new ranks. All ranks get equally many:
-    at the end of an epoch up to ``size() - 1`` samples come twice. Can be used in jobs that are not
-    elastic, too.
+    Call `record_batch` for each batch, and pass the sampler to `TorchState`. After a change of
+    members, the samples that no rank has processed are distributed over the new ranks. All ranks
+    get the same number: at the end of an epoch up to ``size() - 1`` samples are used twice. Also
+    works in jobs that are not elastic.
 
     >>> sampler = ElasticSampler(dataset)
     >>> for index, batch in enumerate(DataLoader(dataset, batch_size, sampler=sampler)):
@@ -43,7 +43,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: no sample of it is processed. Call it when the one before is over."""
+        """Begin an epoch without processed samples. Call it when the previous epoch is over."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
@@ -53,7 +53,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
         `batch_idx` is Horovod's; batches are counted here.
         """
-        # A step that is replayed was one of as many ranks as there were then.
+        # A replayed step was taken by the number of ranks at that time.
         ranks = (self._steps.recorded_ranks if self._steps else 0) or self.num_replicas
         self.processed_num = min(self.processed_num + batch_size * ranks, len(self.dataset))
 
@@ -70,13 +70,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a place that `state_dict` has returned, and deal what is left to the ranks."""
+        """Restore a `state_dict`, and distribute the remaining samples over the ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Deal what is left of the epoch to the ranks of now. NotInitializedError without init."""
+        """Distribute the remaining samples over the present ranks, after `init`."""
         self.rank, self.num_replicas = job.rank(), job.size()
         seed = self.seed + self.epoch if self.shuffle else None
         self.remaining_indices = samples_left(len(self.dataset), self.processed_num, seed)
@@ -85,11 +85,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over this rank's samples, as `reset` has dealt them."""
+        """Iterate over this rank's samples, as distributed by `reset`."""
         return iter(self._mine)
 
     def __len__(self) -> int:
-        """Return how many those are."""
+        """Return the number of this rank's samples."""
         return self.num_samples
 
 

@@ -1,4 +1,4 @@
-"""How tensors of a state get to ranks that lack it: from rank 0, or from a rank of their host."""
+"""How tensors of a state reach ranks that lack it: from rank 0, or from a rank of their host."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from hororing import collectives
 from hororing.membership import Member
 from hororing.torch.verbs import verbs
 
-# Bounds the bytes in flight, since they are received into extra memory.
+# Bounds the bytes in flight, because they are received into extra memory.
 _PART_BYTES = 16 << 20
 
 
 def sources(members: Sequence[Member], lacks: Sequence[bool]) -> list[int] | None:
-    """From which rank each gets the state; from itself, if it has it. None: rank 0 sends to all.
+    """The rank from which each rank gets the state; itself, if it has it. None: rank 0 broadcasts.
 
-    A rank that lacks it asks a rank of its host, if one there has it, and one that few others ask.
-    On one host a broadcast is as fast: all ranks copy at the same time.
+    A rank that lacks it gets it from a rank of its host, if one there has it, and one that few
+    others use. On one host a broadcast is as fast, because all ranks copy at the same time.
 
     Parameters
     ----------
     members : by rank.
-    lacks : whether it has not got the state, by rank; rank 0 has it.
+    lacks : whether a rank lacks the state, by rank; rank 0 has it.
     """
     if len({each.host for each in members}) == 1:
         return None
@@ -40,12 +40,12 @@ def sources(members: Sequence[Member], lacks: Sequence[bool]) -> list[int] | Non
 
 
 class Sender:
-    """Sends tensors as `sources` has found. All ranks make the same calls.
+    """Sends tensors as determined by `sources`. All ranks make the same calls.
 
-    Parameters
+    rank : of this process.
     ----------
     rank : that of this process.
-    found : what `sources` has returned.
+    found : the result of `sources`.
     """
 
     def __init__(self, rank: int, found: Sequence[int]) -> None:
@@ -54,7 +54,7 @@ class Sender:
 
     @torch.no_grad()
     def __call__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Fill these, where the rank lacks the state. Blocks until they are there."""
+        """Fill these tensors, if the rank lacks the state. Blocks until they are received."""
         part: list[tuple[str, torch.Tensor]] = []
         size = 0
         for name, tensor in named:

@@ -13,7 +13,7 @@ __all__ = [
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """Text for a framework that is not the one that something was built for."""
+    """The text for a framework other than the one that hororing was built for."""
     return (
         f"built for {name} {version}, but {name} {installed_version} is installed; "
         f"build it again, or install {name}=={version}"
@@ -21,7 +21,7 @@ def get_version_mismatch_message(name: str, version: str, installed_version: str
 
 
 class HorovodVersionMismatchError(ImportError):
-    """A framework is not the one built for. Never raised here: no framework is built against."""
+    """The framework is not the one built for. Never raised: no framework is built against."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version))

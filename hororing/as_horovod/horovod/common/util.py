@@ -1,4 +1,4 @@
-"""Horovod's small functions that scripts import. What is about its build is not here."""
+"""Horovod's small functions that scripts import, except for those about its build."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _set_environment(values: dict[str, str | None]) -> None:
 
 
 def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741  Horovod's name
-    """Cut into `n` pieces in order, of which the first ones may have one item more."""
+    """Cut into `n` pieces in order; the first ones may have one item more."""
     least, longer = divmod(len(l), n)
     ends = [least * i + min(i, longer) for i in range(n + 1)]
     return [l[begin:end] for begin, end in itertools.pairwise(ends)]
@@ -131,9 +131,9 @@ def is_iterable(x: object) -> bool:
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Compare version texts; `target` has three parts. What follows the numbers of `ver` is cut.
+    """Compare version texts; `target` has three parts. The rest of `ver` after them is cut off.
 
-    ValueError where one is not a text, or not of that form.
+    ValueError if one is not a text, or has another form.
     """
     if not isinstance(ver, str) or not isinstance(target, str):
         raise ValueError(f"versions must be texts, not {ver!r} and {target!r}")
@@ -155,9 +155,9 @@ def _numbers(version: str) -> list[int]:
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, bool | None], Any]:
-    """Make a function of (op, average) that gives the operation among those of `reduce_ops`.
+    """Make a function of (op, average) that returns the operation from `reduce_ops`.
 
-    It raises ValueError where both are given; neither means Average.
+    It raises ValueError if both are given; neither means Average.
     """
 
     def choose(op: Any, average: bool | None) -> Any:

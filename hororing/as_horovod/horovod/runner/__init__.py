@@ -1,4 +1,4 @@
-"""The package of `import horovod.runner`: `run`, and everything but starting ranks."""
+"""The package of `import horovod.runner`: `run` and everything except starting ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hororing.as_horovod import finder
 
 
 class _Function:
-    """A function that may import horovod where it arrives, before it does so itself."""
+    """A function that may import horovod when it is unpickled, before it can install it."""
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self._func = func
