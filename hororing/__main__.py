@@ -45,11 +45,11 @@ _COMMANDS = {
     ),
 }
 
-_MOST_GPU_TEXT = 8192  # bytes
+_MAX_GPU_TEXT = 8192  # bytes
 
 _SHARED_MEMORY = "/dev/shm"
 # Two ranks need this much for their pipes and slots; init refuses less.
-_LEAST_SHARED_MEMORY_BYTES = 64 * 2**20
+_MIN_SHARED_MEMORY_BYTES = 64 * 2**20
 
 
 def info() -> int:
@@ -113,7 +113,7 @@ def _shared_memory_bytes() -> int:
 
 
 def _has_shared_memory() -> bool:
-    enough = _shared_memory_bytes() >= _LEAST_SHARED_MEMORY_BYTES
+    enough = _shared_memory_bytes() >= _MIN_SHARED_MEMORY_BYTES
     return enough and os.access(_SHARED_MEMORY, os.W_OK)
 
 
@@ -161,9 +161,9 @@ def _gpu() -> list[tuple[str, str]]:
     settings = config.load()
     libraries = os.fsencode(nccl.libraries(settings["NCCL_LIBRARY"]))
     driver = settings["CUDA_LIBRARY"]
-    text = ffi.new("char[]", _MOST_GPU_TEXT)
+    text = ffi.new("char[]", _MAX_GPU_TEXT)
     lib.hr_describe_gpu(
-        ffi.NULL if driver is None else os.fsencode(driver), libraries, text, _MOST_GPU_TEXT
+        ffi.NULL if driver is None else os.fsencode(driver), libraries, text, _MAX_GPU_TEXT
     )
     described = ffi.string(text).decode("utf-8", "replace").splitlines()
     return [(name, value) for name, _, value in (line.partition(": ") for line in described)]

@@ -40,8 +40,8 @@ from hororing.starts import FILE, TORCH, Place
 _PREFIX = "HORORING_"
 _RANKS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _SECRETS = ("SECRET_FD", "SECRET_KEY", "SECRET_FILE")
-_LEAST_SECRET_BYTES = 16
-_MOST_SECRET_BYTES = 4096
+_MIN_SECRET_BYTES = 16
+_MAX_SECRET_BYTES = 4096
 _UNNAMED = "job"
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
@@ -346,10 +346,10 @@ def _secret(env: Mapping[str, str]) -> bytes:
             raise ValueError(
                 f"{_PREFIX}{name}={env[name]} cannot be read: {error.strerror}"
             ) from None
-    if not _LEAST_SECRET_BYTES <= len(secret) <= _MOST_SECRET_BYTES:
+    if not _MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
         raise ValueError(
-            f"{_PREFIX}{name}: the secret has {len(secret)} bytes, and needs {_LEAST_SECRET_BYTES} "
-            f"to {_MOST_SECRET_BYTES}"
+            f"{_PREFIX}{name}: the secret has {len(secret)} bytes, and needs {_MIN_SECRET_BYTES} "
+            f"to {_MAX_SECRET_BYTES}"
         )
     return secret
 
@@ -357,9 +357,9 @@ def _secret(env: Mapping[str, str]) -> bytes:
 def _secret_of(name: str, text: str) -> bytes:
     if name == "SECRET_FD":
         # At this offset, so that a program that replaces this process can read it again.
-        return os.pread(_number(name, text), _MOST_SECRET_BYTES + 1, 0)
+        return os.pread(_number(name, text), _MAX_SECRET_BYTES + 1, 0)
     with open(text, "rb") as file:
-        return file.read(_MOST_SECRET_BYTES + 2).strip()
+        return file.read(_MAX_SECRET_BYTES + 2).strip()
 
 
 def _insecure(env: Mapping[str, str]) -> bool:

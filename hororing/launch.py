@@ -43,7 +43,7 @@ _JOBS = (
 
 _SHARED_MEMORY = "/dev/shm"
 # Open MPI's "sm" does not start with less than 16 MiB of free memory, and other ranks start, too.
-_LEAST_SHARED_MEMORY_BYTES = 32 << 20
+_MIN_SHARED_MEMORY_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -341,6 +341,6 @@ def prepare_mpi(launch: Launch, environ: MutableMapping[str, str] | None = None)
 
 def _has_shared_memory() -> bool:
     try:
-        return shutil.disk_usage(_SHARED_MEMORY).free >= _LEAST_SHARED_MEMORY_BYTES
+        return shutil.disk_usage(_SHARED_MEMORY).free >= _MIN_SHARED_MEMORY_BYTES
     except OSError:
         return False

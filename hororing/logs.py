@@ -15,7 +15,7 @@ from hororing._core import ffi, lib
 logger = logging.getLogger("hororing")
 
 # The core forwards only records that are logged; Python has finer levels.
-_LEAST, _MOST = 10, 40
+_MIN, _MAX = 10, 40
 # A wait of the core ends with hr_log_close; this is for a machine that was suspended.
 _WAIT_S = 60.0
 
@@ -68,7 +68,7 @@ class Forwarder:
             logger.setLevel(level)
         if not logger.hasHandlers():
             logger.addHandler(_DefaultHandler(hide_time))
-        return min(max(logger.getEffectiveLevel(), _LEAST), _MOST)
+        return min(max(logger.getEffectiveLevel(), _MIN), _MAX)
 
     def open(self, rank: int | None) -> None:
         """Start the thread, if it does not run."""

@@ -26,8 +26,8 @@ void Loop::CheckForReply(TimeNs now) {
     waits_since_ns_ = now;
   }
   if (now - waits_since_ns_ < kReplyGrace) return;
-  const bool says = shared_.config.stall.deadlock_ns != kForever && now >= next_blocked_ns_;
-  if (says && mailbox_.waiting.load() + mailbox_.awaiting_any.load() > 0) {
+  const bool due = shared_.config.stall.deadlock_ns != kForever && now >= next_blocked_ns_;
+  if (due && mailbox_.waiting.load() + mailbox_.awaiting_any.load() > 0) {
     next_blocked_ns_ = After(now, Blocked::kInterval);
     struct Report report;
     report.applied = applied_;

@@ -1,8 +1,7 @@
 // Many copies in one launch, for packing tensors into a fusion buffer and back.
 //
-// Compiled by `make kernels` to PTX (kernels.inc), which the driver compiles for whatever GPU it
-// finds. A change here needs that, and kPackMost, kPackBlockBytes and PackTable of device.cc changed
-// likewise.
+// `make kernels` compiles it to PTX (kernels.inc), which the driver compiles for its GPU. After a
+// change, run that, and change kMaxPackedCopies, kPackBlockBytes and PackTable of device.cc.
 #include <cstdint>
 
 constexpr unsigned kMost = 120;             // entries: a launch takes 4 KiB of arguments

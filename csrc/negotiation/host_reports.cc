@@ -17,7 +17,7 @@ constexpr size_t kMaxCounts = 1 << 16;
 HostReports::HostReports(std::vector<int> ranks, TimeNs cycle_time_ns)
     : ranks_(std::move(ranks)), cycle_time_ns_(cycle_time_ns), held_(ranks_.size()) {}
 
-void HostReports::Receive(int rank, const Report& report, bool of_world, TimeNs now) {
+void HostReports::Receive(int rank, const Report& report, bool concerns_all, TimeNs now) {
   const auto index = std::find(ranks_.begin(), ranks_.end(), rank) - ranks_.begin();
   std::optional<Report>& held = held_[static_cast<size_t>(index)];
   if (held_count_ == 0) since_ns_ = now;
@@ -43,14 +43,14 @@ void HostReports::Receive(int rank, const Report& report, bool of_world, TimeNs 
     held->leaving = true;
     held->reason = report.reason;
   }
-  goes_ = goes_ || !of_world || report.leaving || !join_.empty();
+  send_now_ = send_now_ || !concerns_all || report.leaving || !join_.empty();
 }
 
 template <typename Id>
 void HostReports::Count(std::unordered_map<Id, size_t>& requests, const Id& id) {
   if (++requests[id] < ranks_.size()) return;
   requests.erase(id);
-  goes_ = true;
+  send_now_ = true;
 }
 
 void HostReports::Decided(const Agreement& agreement) {
@@ -65,14 +65,14 @@ void HostReports::Decided(const Agreement& agreement) {
 
 std::optional<std::string> HostReports::Take(TimeNs now) {
   const bool all = held_count_ == ranks_.size();
-  if (held_count_ == 0 || (!goes_ && !all && now < NextDeadline())) return std::nullopt;
+  if (held_count_ == 0 || (!send_now_ && !all && now < NextDeadline())) return std::nullopt;
   std::map<std::string, std::vector<int>> alike;
   for (size_t index = 0; index < held_.size(); ++index) {
     if (held_[index]) alike[Encode(*held_[index])].push_back(ranks_[index]);
     held_[index].reset();
   }
   held_count_ = 0;
-  goes_ = false;
+  send_now_ = false;
   if (cached_.size() > kMaxCounts) cached_.clear();
   return EncodeCombined(alike);
 }

@@ -35,8 +35,8 @@ class HostReports {
   HostReports(std::vector<int> ranks, TimeNs cycle_time_ns);
   void set_cycle_time(TimeNs cycle_time_ns) { cycle_time_ns_ = cycle_time_ns; }
 
-  // `of_world`: every request in it concerns all ranks. REQUIRES: `rank` is on this host.
-  void Receive(int rank, const Report& report, bool of_world, TimeNs now);
+  // `concerns_all`: every request in it concerns all ranks. REQUIRES: `rank` is on this host.
+  void Receive(int rank, const Report& report, bool concerns_all, TimeNs now);
   // Ranks do not report a decided request again. REQUIRES: called for every agreement that reaches
   // this host, in order with the reports.
   void Decided(const Agreement& agreement);
@@ -54,7 +54,7 @@ class HostReports {
   std::vector<std::optional<Report>> held_;  // by index among `ranks`
   size_t held_count_ = 0;                    // how many are held
   TimeNs since_ns_ = 0;                      // when the first of them came
-  bool goes_ = false;                        // send at once
+  bool send_now_ = false;                    // send at once
   // The number of ranks that have reported a request, until all have.
   std::unordered_map<uint64_t, size_t> cached_;
   std::unordered_map<std::string, size_t> fresh_;

@@ -27,7 +27,7 @@ _READ_BYTES = 2**16
 _PART_BYTES = 2**19  # of a payload, per frame
 _CLOSE_S = 10.0
 _LOST = 255  # exit code of ranks whose host does not answer, like that of ssh
-_MOST_GREETING_BYTES = 2**16
+_MAX_GREETING_BYTES = 2**16
 # The folder of this package, which must not appear in the ranks' PYTHONPATH.
 _AGENT = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
@@ -244,7 +244,7 @@ class RemoteHost:
         self._greeting += data
         found = self._greeting.find(MARK)
         if found < 0:
-            if len(self._greeting) > _MOST_GREETING_BYTES:
+            if len(self._greeting) > _MAX_GREETING_BYTES:
                 raise ProtocolError(repr(self._greeting[-200:]))
             return b""
         rest = self._greeting[found + len(MARK) :]

@@ -1,7 +1,7 @@
 """Ranks on a Ray cluster.
 
-`RayExecutor` has the methods of Horovod's. `HororingConfig` is the backend for Ray Train. Both need
-Ray on this machine, and hororing on all machines of the cluster.
+`RayExecutor` has the methods of Horovod's executor. `HororingConfig` is the backend for Ray Train.
+Both need Ray on this machine, and hororing on all machines of the cluster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """`HororingConfig`, since Ray Train needs more packages than Ray itself."""
+        """`HororingConfig`, loaded on demand: Ray Train needs more packages than Ray itself."""
         if name == "HororingConfig":
             from hororing.ray.train import HororingConfig
 

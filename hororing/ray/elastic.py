@@ -1,6 +1,6 @@
-"""Elastic jobs whose processes are actors of Ray: a lost one starts again, the others go on.
+"""Elastic jobs whose processes are Ray actors: a lost one is replaced, the others continue.
 
-hororun's `ElasticJob` runs such a job. To it the cluster is one host, on which Ray finds a place
+hororun's `ElasticJob` runs such a job. It sees the cluster as one host, on which Ray finds a place
 for each process.
 """
 
@@ -38,9 +38,9 @@ from hororing.ray import ranks
 from hororing.rendezvous import protocol
 from hororing.rendezvous.elastic_store import ElasticStore
 
-_LOOK_S = 1.0  # between two looks for room in the cluster
+_LOOK_S = 1.0  # time between two checks for room in the cluster
 _GRACE_S = 5.0
-_DIED = 255  # nobody knows its exit code
+_DIED = 255  # its exit code is unknown
 
 
 def chosen(
@@ -51,7 +51,7 @@ def chosen(
     cooldown_range: tuple[float, float] | None,
     elastic_timeout: float,
 ) -> Elastic:
-    """What `RayExecutor` was asked for. ValueError."""
+    """The elastic settings of `RayExecutor`. ValueError."""
     np = num_workers or min_workers or 1
     least, most = min_workers or np, max_workers or sys.maxsize
     if not least <= np <= most:
@@ -79,8 +79,8 @@ def run(
     Parameters
     ----------
     resources : of each actor, by Ray's names.
-    variables : for the ranks, beside those that say where they meet.
-    make : each rank calls it, for the argument of `fn`.
+    variables : for the ranks, in addition to those that say where they meet.
+    make : each rank calls it to make the argument of `fn`.
     """
     secret, name = protocol.new_secret(), secrets.token_hex(8)
     settings = config.load(variables)
@@ -118,7 +118,7 @@ def run(
 
 
 class _Actors:
-    """The actors of a job: a host to it, and what tells it how many fit into the cluster."""
+    """The actors of a job: its only host, which also says how many fit into the cluster."""
 
     def __init__(
         self, elastic: Elastic, resources: Mapping[str, float], secret: bytes, call: Any
@@ -130,9 +130,9 @@ class _Actors:
         self._job: ElasticJob | None = None
         self._found: Found = lambda hosts: None
         self._room, self._next_look = 0, 0.0
-        self._handles: dict[int, Any] = {}  # by number of the process
+        self._handles: dict[int, Any] = {}  # by process number
         self._ends: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
-        # Sockets, since Ray may still tell of ends when all is closed.
+        # Sockets, because Ray may report ends after everything is closed.
         self._wakes, self._wake = socket.socketpair()
 
     def of(self, job: ElasticJob, name: str, ended: Callable[[str], None]) -> _Actors:
@@ -148,18 +148,18 @@ class _Actors:
     # -- how many fit: see hororun.discovery -----------------------------------------------------
 
     def left_s(self) -> float:
-        """Time until the next look."""
+        """Time until the next check."""
         return max(self._next_look - time.monotonic(), 0.0)
 
     def go_on(self) -> None:
-        """Look for room, now and then. An actor that was lost keeps its place."""
+        """Check for room from time to time. A lost actor keeps its place."""
         if self.left_s() > 0:
             return
         self._next_look = time.monotonic() + _LOOK_S
         placed = self._job is None or all(
             each.uid for each in self._job.processes if each.code is None
         )
-        if placed:  # else Ray does not know yet what they take
+        if placed:  # otherwise Ray does not know yet what they use
             free = ray.available_resources()
             needs = [(name, need) for name, need in self._resources.items() if need]
             fits = [int(free.get(name, 0) // need) for name, need in needs]
@@ -171,7 +171,7 @@ class _Actors:
     # -- a host: see hororun.hosts ---------------------------------------------------------------
 
     def start(self, programs: Sequence[Program]) -> None:
-        """Ask Ray for actors, which begin at once."""
+        """Ask Ray for actors, which start at once."""
         cpus, gpus = self._resources.get("CPU", 0), self._resources.get("GPU", 0)
         for program in programs:
             actor = ray.remote(_Process).options(num_cpus=cpus, num_gpus=gpus).remote()
@@ -180,7 +180,7 @@ class _Actors:
             answer.future().add_done_callback(functools.partial(self._ended, program.rank))
 
     def signal(self, number: int, rank: int | None = None) -> None:
-        """End them: Ray knows no other signal."""
+        """End them: Ray has no other signal."""
         for each in [*self._handles] if rank is None else [rank]:
             if number not in OTHERS and each in self._handles:
                 ray.kill(self._handles[each])
@@ -191,7 +191,7 @@ class _Actors:
         self._handles.pop(rank, None)
 
     def close(self) -> None:
-        """End all."""
+        """End all actors."""
         self.signal(signal.SIGKILL)
         self._handles.clear()
         if self._job is not None:
@@ -201,7 +201,7 @@ class _Actors:
         self._wake.close()
 
     def _ended(self, number: int, answer: Future[Any]) -> None:
-        """In a thread of Ray's."""
+        """Runs in a thread of Ray."""
         self._ends.put((number, answer))
         with suppress(OSError):
             self._wake.send(b"1")
@@ -229,13 +229,13 @@ class _Process:
         secret: bytes,
         call: tuple[Callable[[], Any] | None, Callable[[Any], Any]],
     ) -> tuple[int, bytes]:
-        """Call it as a process of the job. Returns an exit code, and as `call.read` reads it."""
+        """Run it as a process of the job. Returns an exit code, and the answer for `call.read`."""
         ranks.become(told, secret)
         try:
             make, fn = call
             code, answer = 0, packed(RETURNED, pickled(fn(make() if make else None)))
             process_end.leave()
-        except SystemExit as error:  # of `init` where the job needs it no more, or the script's
+        except SystemExit as error:  # of `init` if the job no longer needs it, or of the script
             code, answer = error.code if isinstance(error.code, int) else bool(error.code), b""
             process_end.leave(error if code else None)
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Ranks that are actors of Ray, with the methods of Horovod's RayExecutor."""
+"""Ranks that are Ray actors, with the methods of Horovod's RayExecutor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hororing.ray import elastic, ranks
 from hororing.ray.ranks import Where
 from hororing.rendezvous.store import Store
 
-# How long the other ranks may go on when one has failed, and how long they may take to shut down.
+# How long the other ranks may continue after a failure, and how long they may take to shut down.
 _GRACE_S = 5.0
 
 
@@ -34,35 +34,34 @@ class Settings:
 
 
 class RayExecutor:
-    """The ranks of a job, which are actors of Ray: they live from `start` to `shutdown`.
+    """The ranks of a job as Ray actors, which live from `start` to `shutdown`.
 
-    The actors of a node have neighbouring ranks. This process is no rank; when it ends, so do the
-    actors.
+    The actors of a node have adjacent ranks. This process is not a rank; when it ends, the actors
+    end, too.
 
     Parameters
     ----------
-    settings : of `create_settings`.
-    num_workers : the number of ranks, on whatever nodes have room; or
-    num_hosts, num_workers_per_host : so many different nodes, with so many ranks each.
-    cpus_per_worker : what Ray reserves for each.
-    use_gpu, gpus_per_worker : as well; one GPU for each, if it is not given. A rank sees the GPUs
+    settings : from `create_settings`.
+    num_workers : the number of ranks, on any nodes with room; or
+    num_hosts, num_workers_per_host : the number of nodes, and of ranks on each.
+    cpus_per_worker : what Ray reserves for each rank.
+    use_gpu, gpus_per_worker : likewise; by default one GPU for each. A rank sees the GPUs
         of all ranks of its node, so that `hvd.local_rank()` is the number of its own.
     use_current_placement_group : if this process runs in a placement group, so do the actors; only
         with `num_workers`.
     min_workers, max_workers : with one of these the job is elastic (docs/elastic.md): `run` calls
-        what `hvd.elastic.run` has made, in new actors, and goes on without those that are lost
-        while there are `min_workers`; others take their place. It begins with at least
-        `num_workers` (`min_workers`) of them, and has as many as there is room for, at most
-        `max_workers`.
-    reset_limit : the most changes of members; None: no limit.
-    cooldown_range : shortest and longest time until another actor takes the place of one that has
-        failed, in seconds.
+        the result of `hvd.elastic.run` in new actors. It continues without lost actors while there
+        are `min_workers`, and replaces them. It begins with at least `num_workers` (`min_workers`),
+        and uses as many as there is room for, up to `max_workers`.
+    reset_limit : the maximum number of changes of members; None: no limit.
+    cooldown_range : shortest and longest time until another actor replaces a failed one, in
+        seconds.
     elastic_timeout : longest time with fewer than `min_workers`, in seconds.
-    override_discovery : no effect: room is looked for in the cluster.
+    override_discovery : no effect: the cluster is searched for room.
 
     Raises
     ------
-    ValueError : arguments that do not fit, or cannot be met.
+    ValueError : arguments that do not fit, or cannot be satisfied.
     """
 
     def __init__(
@@ -118,8 +117,8 @@ class RayExecutor:
             self._elastic = elastic.chosen(
                 num_workers, min_workers, max_workers, reset_limit, cooldown_range, elastic_timeout
             )
-        self._call: Callable[[Callable[[Any], Any]], list[Any]] | None = None  # of an elastic job
-        self._group: Any = None  # a placement group of ours
+        self._call: Callable[[Callable[[Any], Any]], list[Any]] | None = None  # for an elastic job
+        self._group: Any = None  # our placement group
         self._workers: list[Any] = []  # handles of actors, by rank
         self._places: list[Where] = []
         self._store: Store | None = None
@@ -140,9 +139,9 @@ class RayExecutor:
         ----------
         timeout_s : how long actors may take to start, in seconds.
         placement_group_timeout_s : how long Ray may take to find room for them.
-        nics : as HORORING_INTERFACE; one.
+        nics : as HORORING_INTERFACE; one interface.
         verbose : no effect.
-        ssh_identity_file, ssh_str : an error, since Ray starts the actors.
+        ssh_identity_file, ssh_str : an error, because Ray starts the actors.
         """
         if ssh_identity_file or ssh_str:
             raise ValueError(
@@ -163,18 +162,18 @@ class RayExecutor:
     ) -> None:
         """Start the actors. Blocks until all are there.
 
-        Those of an elastic job, `run` and `execute` start, and end.
+        In an elastic job, `run` and `execute` start and end the actors.
 
         Parameters
         ----------
-        executable_cls : each rank makes one, for `execute`.
-        executable_args, executable_kwargs : what it is made of.
-        extra_env_vars : variables for all ranks, beside the HORORING_* and HOROVOD_* ones of this
-            process.
+        executable_cls : each rank makes an object of it, for `execute`.
+        executable_args, executable_kwargs : its arguments.
+        extra_env_vars : variables for all ranks, in addition to the HORORING_* and HOROVOD_*
+            variables of this process.
 
         Raises
         ------
-        RunError : no room in the cluster, or an actor does not start; none is left.
+        RunError : no room in the cluster, or an actor does not start; all are ended then.
         ValueError : this process is connected by Ray Client.
         """
         if self._workers or self._call:
@@ -209,16 +208,16 @@ class RayExecutor:
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on all ranks, and return the results by rank.
 
-        Blocks until all have returned; in an elastic job, all that are left. `callbacks` are an
+        Blocks until all have returned; in an elastic job, all remaining ranks. `callbacks` are an
         error.
 
         Raises
         ------
-        RunError : a rank has raised an exception, which is the cause, or its actor has died; `rank`
-            tells which. The other ranks get 5 s to return as well. If all do and no actor has died,
-            the executor goes on; otherwise all actors have been ended, and `start` may follow.
-            In an elastic job: it cannot go on; `rank` is the number of a process then.
-        KeyboardInterrupt : all actors have been ended.
+        RunError : a rank raised an exception, which is the cause, or its actor died; `rank` says
+            which. The other ranks get 5 s to return as well. If all do and no actor has died, the
+            executor can be used again; otherwise all actors were ended, and `start` may follow.
+            In an elastic job: it cannot continue; `rank` is then the number of a process.
+        KeyboardInterrupt : all actors were ended.
         """
         if callbacks:
             raise ValueError("run: there are no callbacks: let rank 0 write what is to be known")
@@ -246,9 +245,9 @@ class RayExecutor:
         return self._results("execute_single", [self._workers[0].execute.remote(fn)])[0]
 
     def shutdown(self) -> None:
-        """End all actors. Does nothing where there are none."""
+        """End all actors, if there are any."""
         if self._store is not None and ray.is_initialized():
-            # Ranks that still work must not take the end of others for a failure.
+            # Ranks that still work must not mistake the end of others for a failure.
             leaving = [worker.leave.remote() for worker in self._workers]
             ray.wait(leaving, num_returns=len(leaving), timeout=_GRACE_S)
         self._end()
@@ -306,7 +305,7 @@ class RayExecutor:
         return self._group
 
     def _end(self) -> None:
-        if ray.is_initialized():  # or they have ended with Ray
+        if ray.is_initialized():  # otherwise they have ended with Ray
             for worker in self._workers:
                 ray.kill(worker)
             if self._group is not None:
@@ -425,6 +424,6 @@ def _call_of(
 
 
 def _is_by_peers(error: Exception) -> bool:
-    """Whether it tells of another rank's end."""
+    """Whether it was caused by another rank's end."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     return isinstance(cause, (PeerLostError, ShutDownError))

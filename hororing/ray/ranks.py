@@ -1,4 +1,4 @@
-"""Makes processes that Ray has started ranks of one job."""
+"""Makes processes that Ray started ranks of one job."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from hororing.rendezvous.store import Store
 
 @dataclass(frozen=True)
 class Where:
-    """Where a process runs, as it says itself."""
+    """The place of a process, as it reports it."""
 
-    node: str  # Ray's id of it
+    node: str  # its id in Ray
     address: str  # of the node, for other nodes
-    port: int  # a free one
-    gpus: tuple[str, ...]  # those that Ray has given to this process
+    port: int  # a free port
+    gpus: tuple[str, ...]  # those that Ray has assigned to this process
 
 
 def where() -> Where:
-    """Tell it, in a process of Ray's."""
+    """Return it, in a process of Ray."""
     context = ray.get_runtime_context()
     return Where(
         context.get_node_id(),
@@ -45,8 +45,8 @@ def meet(
 
     Parameters
     ----------
-    ranks : where they run.
-    variables : for all ranks, beside those that say which rank it is.
+    ranks : their places.
+    variables : for all ranks, in addition to those of their rank.
 
     Returns
     -------
@@ -63,7 +63,7 @@ def meet(
     )
     told = []
     for place in plan.by_host([each.node for each in ranks]):
-        # The devices of all neighbours, so that local ranks are numbers of devices.
+        # The devices of all neighbours, so that local ranks are device numbers.
         gpus = dict.fromkeys(gpu for each in ranks if each.node == place.host for gpu in each.gpus)
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         told.append({**variables, **devices, **plan.environment(place, len(ranks), rendezvous)})
@@ -76,14 +76,14 @@ def become(told: Mapping[str, str], secret: bytes) -> None:
 
 
 def leave() -> None:
-    """Shut down, if the rank has not done so."""
+    """Shut down, unless the rank has done so."""
     runtime.shutdown()
 
 
 def variables(
     interface: str | None = None, more: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """The settings of this process, for ranks: most must be the same on all."""
+    """The settings of this process for ranks, most of which must be the same on all."""
     chosen = {"HORORING_INTERFACE": interface} if interface else {}
     return {
         **start.settings(),

@@ -18,13 +18,13 @@ _LEAVE_S = 5.0
 class HororingConfig(BackendConfig):  # type: ignore[misc]
     """Makes the workers of a trainer ranks of one job.
 
-    It stands in the place of `TorchConfig`, or of another trainer's. The training function calls
-    `hvd.init()` itself; `hvd.rank()` is then Ray Train's world rank.
+    It replaces `TorchConfig`, or that of another trainer. The training function calls `hvd.init()`
+    itself; `hvd.rank()` is then Ray Train's world rank.
 
     Parameters
     ----------
-    env : variables for all workers, beside the HORORING_* and HOROVOD_* ones of the process that
-        makes this object.
+    env : variables for all workers, in addition to the HORORING_* and HOROVOD_* variables of the
+        process that makes this object.
 
     Examples
     --------
@@ -36,14 +36,14 @@ class HororingConfig(BackendConfig):  # type: ignore[misc]
     """
 
     env: dict[str, str] = field(default_factory=dict)
-    backend: ClassVar[str] = "hororing"  # TorchTrainer asks for it
+    backend: ClassVar[str] = "hororing"  # TorchTrainer reads it
 
     def __post_init__(self) -> None:
         self.env = ranks.variables(more=self.env)
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """Ray Train calls these when workers have started, and before they end."""
+        """Ray Train calls these after workers have started, and before they end."""
         return _HororingBackend
 
 

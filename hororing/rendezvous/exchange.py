@@ -191,7 +191,7 @@ def _texts(generation: int, key: str, texts: list[str]) -> bytes:
     for rank, text in enumerate(texts):
         part.append(text)
         size += protocol.CHARACTER_BYTES * len(text) + 4  # quotes and a comma
-        if size > protocol.MOST_BYTES // 4:
+        if size > protocol.MAX_BYTES // 4:
             frames.append(reply(generation, key, {"first": rank + 1 - len(part), "texts": part}))
             part, size = [], 0
     return b"".join(

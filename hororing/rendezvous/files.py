@@ -20,7 +20,7 @@ from hororing.rendezvous.client import Member, RendezvousError
 from hororing.rendezvous.offers import Offer
 from hororing.rendezvous.protocol import ProtocolError
 
-_MOST_BYTES = 2**16
+_MAX_BYTES = 2**16
 
 
 def place(directory: str, job: str) -> Path:
@@ -77,7 +77,7 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, str]:
         about = os.fstat(number)
         if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
             return None, f"{path} is not this user's alone"
-        text = file.read(_MOST_BYTES)
+        text = file.read(_MAX_BYTES)
     try:
         found = offers.parse(text)
         owner = protocol.take(found, "owner", dict)

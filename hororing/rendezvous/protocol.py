@@ -33,14 +33,14 @@ VERSION = 2
 LENGTH_BYTES = 4
 # The longest frame before the other side is known, and after that.
 FIRST_BYTES = 4096
-MOST_BYTES = 2**20
+MAX_BYTES = 2**20
 # The longest text of a rank: in JSON, a character has up to 12 bytes.
 TEXT_CHARACTERS = 2**15
 CHARACTER_BYTES = 12
 SECRET_BYTES = 32
 _NONCE_BYTES = 16
 _UID_BYTES = 8
-_MOST_RANKS = 2**20
+_MAX_RANKS = 2**20
 
 # The layout of Frame in csrc/membership/membership.h: kind, rank, generation, stamp, what, text.
 _OVER_BYTES = 132
@@ -54,10 +54,10 @@ class ProtocolError(Exception):
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Make a frame. ValueError if it would be longer than MOST_BYTES."""
+    """Make a frame. ValueError if it would be longer than MAX_BYTES."""
     body = _text(message)
-    if len(body) > MOST_BYTES:
-        raise ValueError(f"a message of {len(body)} bytes, of {MOST_BYTES} that are allowed")
+    if len(body) > MAX_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes, of {MAX_BYTES} that are allowed")
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
@@ -91,7 +91,7 @@ class Frames:
         self._received += data
         messages = []
         while len(self._received) >= LENGTH_BYTES:
-            end = LENGTH_BYTES + length(bytes(self._received[:LENGTH_BYTES]), MOST_BYTES)
+            end = LENGTH_BYTES + length(bytes(self._received[:LENGTH_BYTES]), MAX_BYTES)
             if len(self._received) < end:
                 break
             messages.append(decode(bytes(self._received[LENGTH_BYTES:end])))
@@ -146,7 +146,7 @@ def parse_hello(message: dict[str, Any]) -> Hello:
     texts = {name: take(message, name, str) for name in ("job", "host", "nonce", "uid")}
     numbers = {name: take(message, name, int) for name in ("rank", "size", "pid")}
     elastic = texts["uid"] != "" and (numbers["rank"], numbers["size"]) == (-1, 0)
-    if not elastic and not 0 <= numbers["rank"] < numbers["size"] <= _MOST_RANKS:
+    if not elastic and not 0 <= numbers["rank"] < numbers["size"] <= _MAX_RANKS:
         raise ProtocolError(f"rank {numbers['rank']} of {numbers['size']}")
     if elastic and not re.fullmatch(rf"[0-9a-f]{{{2 * _UID_BYTES}}}", texts["uid"]):
         raise ProtocolError("no uid")

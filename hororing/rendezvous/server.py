@@ -115,7 +115,7 @@ class Server:
     async def _serve_member(self, peer: Peer) -> None:
         """Until it says that it is done, or its connection ends."""
         while peer.done is None:
-            self._answer(peer, await read(peer.reader, protocol.MOST_BYTES))
+            self._answer(peer, await read(peer.reader, protocol.MAX_BYTES))
 
     def _answer(self, peer: Peer, message: dict[str, Any]) -> None:
         """Carry out a request. ProtocolError ends the connection."""

@@ -73,7 +73,7 @@ def raw(store: Store) -> socket.socket:
 
 def read_frame(connection: socket.socket) -> dict[str, Any]:
     with connection.makefile("rb") as file:
-        return protocol.decode(file.read(protocol.length(file.read(4), protocol.MOST_BYTES)))
+        return protocol.decode(file.read(protocol.length(file.read(4), protocol.MAX_BYTES)))
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -128,7 +128,7 @@ def test_a_frame_has_a_limit_on_both_sides():
     with pytest.raises(ProtocolError, match="4097 bytes"):
         protocol.length((4097).to_bytes(4, "big"), protocol.FIRST_BYTES)
     with pytest.raises(ValueError, match="of 1048576 that are allowed"):
-        protocol.encode({"a": "x" * protocol.MOST_BYTES})
+        protocol.encode({"a": "x" * protocol.MAX_BYTES})
 
 
 @pytest.mark.parametrize(

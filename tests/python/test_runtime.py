@@ -509,7 +509,7 @@ def test_mpi_is_prepared_for_one_host_and_the_users_settings_win():
 def test_on_one_host_nobody_listens_where_shared_memory_is_enough(
     monkeypatch: pytest.MonkeyPatch, least: int, btl: str
 ):
-    monkeypatch.setattr(launch, "_LEAST_SHARED_MEMORY_BYTES", least)
+    monkeypatch.setattr(launch, "_MIN_SHARED_MEMORY_BYTES", least)
     environ: dict[str, str] = {}
     prepare_mpi(Launch("Open MPI", 0, 2, 0, 2), environ)
     assert environ["OMPI_MCA_btl"] == btl

@@ -22,8 +22,8 @@ MANY_SHARE = 0.2
 # straggler.
 NOISE_SHARE = 0.01
 # So few steps make no prediction.
-_LEAST_STEPS = 20
-_LEAST_TOLERANCE_S = 1e-3
+_MIN_STEPS = 20
+_MIN_TOLERANCE_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def diagnose(recording: Recording, tolerance_s: float | None = None) -> Diagnosi
     typical = _lower_median(own)
     behind = own - typical[:, None]
     if tolerance_s is None:
-        tolerance_s = max(_LEAST_TOLERANCE_S, 0.1 * float(np.nanmedian(typical)))
+        tolerance_s = max(_MIN_TOLERANCE_S, 0.1 * float(np.nanmedian(typical)))
     late = behind > tolerance_s
     waits = np.where(np.isfinite(own), ends[:, None] - rows, 0.0)
     blame = np.where(late, behind, 0.0)
@@ -241,7 +241,7 @@ def _lower_median(own: Array) -> Array:
 def _predicted(own: Array, hosts: list[str]) -> dict[str, float]:
     """Return the time of the same steps if ranks averaged less often; for steps of all ranks."""
     whole = own[np.isfinite(own).all(axis=1)]
-    if len(whole) < _LEAST_STEPS or len(whole) < len(own) - 1:
+    if len(whole) < _MIN_STEPS or len(whole) < len(own) - 1:
         return {}
     size = len(hosts)
     plans = {"local SGD, period 2": {2: size}, "local SGD, period 8": {8: size}}
