@@ -44,7 +44,7 @@ class Distributed(torch.optim.Optimizer):
     _reducer: Reducer | None = None  # None if this rank reduces with nobody
     # The steps of its elastic state, if each step is a transaction of all ranks.
     _steps: Steps | None = None
-    _takes_weights = True  # whether its backward passes may have weights
+    _why_no_weights = ""  # where its backward passes may have none
     backward_passes_per_step: int
     _parameter_names: dict[torch.Tensor, str]
 
@@ -158,10 +158,8 @@ class Distributed(torch.optim.Optimizer):
     def weight(self, weight: float | None) -> None:
         options = self._settings.options
         weight = checked_weight(weight, options.op)
-        if weight is not None and not self._takes_weights:
-            raise NotImplementedError(
-                "optimizer: weight is for DistributedOptimizer only; this one averages parameters"
-            )
+        if weight is not None and self._why_no_weights:
+            raise NotImplementedError(f"optimizer: weight cannot be used: {self._why_no_weights}")
         if self._reducer is None and weight is not None and options.process_set.included():
             self._start_reducing([(name, param) for param, name in self._parameter_names.items()])
         if self._reducer is not None:

@@ -230,26 +230,20 @@ class ChoosingReducer(CompressingReducer):
         seconds_per_byte = plain.reducing / max(
             1, sum(param.nbytes for param, _ in self._gradients.values())
         )
+        # What was measured, with seconds of a step and the least cosine of its sums.
         found = [(plain.whole * (1 - LEAST_GAIN), 1.0, Choices())]
-        best: dict[int, tuple[float, Method, float]] = {}  # gain, method, cosine
+        best: dict[int, tuple[float, Method]] = {}  # gain and method
         for method in self._auto.candidates:
             choices = dict.fromkeys(range(len(self.parts)), method)
-            whole, work_s, cosines = yield from self._try(choices)
+            work_s, cosines = yield from self._try(choices, found)
             for part, cosine in cosines.items():
                 params = [param for param in self.parts[part] if method.compresses(param)]
                 saved = sum(param.nbytes * (1 - method.traffic(param, size)) for param in params)
                 gain = saved * seconds_per_byte - work_s[part]
                 if cosine >= self._auto.least_cosine and gain > best.get(part, (0.0,))[0]:
-                    best[part] = gain, method, cosine
-            least = min(cosines.values(), default=1.0)
-            if least >= self._auto.least_cosine:
-                found.append((whole, least, choices))
+                    best[part] = gain, method
         if best:
-            choices = {part: method for part, (_, method, _) in best.items()}
-            whole, _, cosines = yield from self._try(choices)
-            least = min(cosines.values(), default=1.0)
-            if least >= self._auto.least_cosine:
-                found.append((whole, least, choices))
+            yield from self._try({part: method for part, (_, method) in best.items()}, found)
         whole, least, choices = min(found, key=lambda each: each[0])
         self._use(choices)
         if not choices:
@@ -272,9 +266,9 @@ class ChoosingReducer(CompressingReducer):
         return Step(float(agreed[0]), -float(agreed[1]), -float(agreed[2]))
 
     def _try(
-        self, choices: Choices
-    ) -> Generator[int | None, Any, tuple[float, dict[int, float], dict[int, float]]]:
-        """Return the seconds of a step, and the seconds of work and the cosine of each part."""
+        self, choices: Choices, found: list[tuple[float, float, Choices]]
+    ) -> Generator[int | None, Any, tuple[dict[int, float], dict[int, float]]]:
+        """Return the seconds of work and the cosine of each part; add to `found` what is usable."""
         self._use(choices)
         for _ in range(SKIPPED):
             yield None
@@ -289,7 +283,10 @@ class ChoosingReducer(CompressingReducer):
         cosines = yield from self._cosines()
         agreed = yield self._agree([statistics.median(steps), *work_s], arguments.Max, "try")
         whole, *work_s = agreed.tolist()
-        return whole, dict(zip(self.buckets, work_s, strict=True)), cosines
+        least = min(cosines.values(), default=1.0)
+        if least >= self._auto.least_cosine:
+            found.append((whole, least, choices))
+        return dict(zip(self.buckets, work_s, strict=True)), cosines
 
     def _watch(self) -> Program:
         """Look at cosines and losses from time to time, for ever or until nothing is compressed."""

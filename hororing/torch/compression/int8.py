@@ -59,9 +59,8 @@ class Int8(Method):
         owned = values[bounds[link.rank] : bounds[link.rank + 1]]
 
         received, _ = yield link.exchange(self._quantise(values), splits, "exchange")
-        total = self._sum(
-            received.view(link.size, len(owned), self.block + _SCALE_BYTES), values.dtype
-        )
+        received = received.view(link.size, len(owned), self.block + _SCALE_BYTES)
+        total = self._values(received, values.dtype).sum(0)
         rows = self._quantise(total)
         owned.add_(total)  # what is left of the sum
 
@@ -94,10 +93,3 @@ class Int8(Method):
     def _values(self, rows: torch.Tensor, dtype: torch.dtype, divisor: int = 1) -> torch.Tensor:
         """Return what rows stand for, divided."""
         return rows[..., : self.block] * self._scales(rows).to(dtype).div_(divisor)
-
-    def _sum(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Add up the rows of all ranks, in their order."""
-        total = self._values(received[0], dtype)
-        for rows in received[1:]:
-            total += self._values(rows, dtype)
-        return total

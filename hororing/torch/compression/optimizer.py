@@ -129,29 +129,15 @@ def _cut(params: Sequence[torch.Tensor], limit: float) -> list[list[torch.Tensor
 class Compressed(Distributed):
     """What optimizers with such a compressor add to their class."""
 
+    _why_no_weights = (
+        "errors of a compression would count for the next step's weight; use Compression.none, "
+        ".fp16 or .bf16"
+    )
+
     @property
     def _memory(self) -> Memory | None:
         reducer = self._reducer
         return reducer.memory if isinstance(reducer, CompressingReducer) else None
-
-    @property
-    def weight(self) -> None:
-        """None: gradients count the same on all ranks.
-
-        Raises
-        ------
-        ValueError : when it is set.
-        """
-        return None
-
-    @weight.setter
-    def weight(self, weight: float | None) -> None:
-        if weight is not None:
-            raise ValueError(
-                f"optimizer.weight = {weight} cannot be used with a compression that keeps errors "
-                "from step to step: they would count for another weight; use Compression.none, "
-                ".fp16 or .bf16"
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with what the compressor keeps on this rank."""

@@ -42,7 +42,7 @@ class _Flight(NamedTuple):
 class Averaging(Distributed):
     """Averages of weights, buffers and momenta over the ranks of a level."""
 
-    _takes_weights = False
+    _why_no_weights = "this optimizer averages parameters, not gradients"
     _request: Request  # this and what follows: of the class, which serves one optimizer
     _plan: Plan
     _momentum_keys: frozenset[str]
