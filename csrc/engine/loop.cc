@@ -294,7 +294,8 @@ void Loop::DrainAndStop() {
   transport_.Flush(deadline);
   if (!timeline_.closed() && final_->code() == Code::kShutDown) {
     int peer = 0;
-    std::string message, events;
+    std::string message;
+    std::vector<TraceEvent> events;
     bool last = false;
     while (!timeline_.closed() && NowNs() < deadline && transport_.CheckPeers().ok()) {
       if (!transport_.Poll(&peer, &message)) {

@@ -71,10 +71,10 @@ bool Loop::Report() {
     Record(Event::kSubmitted, now, entry->request.kind, entry->request.name);
     if (entry->cache_id == 0) entry->cache_id = shared_.tensors.IdOf(entry->request);
     const uint64_t id = entry->cache_id;
-    if (coordinator_) {
+    if (coordinator_ && shared_.config.tune) {
       coordinator_->queue().Submitted(entry->request, id, entry->submitted_ns);
-      if (shared_.config.timeline_to > 0) FollowSteps(*entry);
     }
+    if (coordinator_ && shared_.config.timeline_to > 0) FollowSteps(*entry);
     if (id != 0) {
       shared_.tensors.FindRecord(id)->reported = entry;
       if (const std::optional<double>& weight = entry->request.weight) {
@@ -181,7 +181,7 @@ bool Loop::Receive() {
     } else if (understood && kind == MessageKind::kStatus) {
       OnStatusMessage(peer, message.substr(1));
     } else if (understood && kind == MessageKind::kTrace) {
-      std::string events;
+      std::vector<TraceEvent> events;
       bool last = false;
       understood = DecodeTrace(message, &events, &last);
       if (understood) timeline_.Receive(peer, events, last);

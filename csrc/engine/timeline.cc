@@ -39,16 +39,7 @@ void Timeline::Switch(bool on, bool mark_cycles) {
   ShipAll(/*last=*/true);
 }
 
-void Timeline::Receive(int rank, const std::string& bytes, bool last) {
-  std::vector<TraceEvent> events;
-  if (!DecodeEvents(bytes, &events)) {
-    Log(LogLevel::kWarning, "timeline: malformed events from rank " + std::to_string(rank));
-    return;
-  }
-  Accept(rank, events, last);
-}
-
-void Timeline::Accept(int rank, const std::vector<TraceEvent>& events, bool last) {
+void Timeline::Receive(int rank, const std::vector<TraceEvent>& events, bool last) {
   if (!writer_.is_open()) return;
   if (!events.empty()) {
     const bool was_whole = !writer_.wrapped();
@@ -85,7 +76,7 @@ void Timeline::CloseNow() {
 void Timeline::ShipAll(bool last) {
   std::vector<TraceEvent> events = sink_.Drain();
   if (topology_.rank == 0) {
-    Accept(0, events, last);
+    Receive(0, events, last);
     return;
   }
   auto next = events.begin();
@@ -93,7 +84,7 @@ void Timeline::ShipAll(bool last) {
     const auto end = next + std::min<std::ptrdiff_t>(events.end() - next, kEventsPerMessage);
     const std::vector<TraceEvent> part(std::make_move_iterator(next), std::make_move_iterator(end));
     next = end;
-    transport_.Post(0, EncodeTrace(EncodeEvents(part), last && next == events.end()));
+    transport_.Post(0, EncodeTrace(part, last && next == events.end()));
   } while (next != events.end());
 }
 

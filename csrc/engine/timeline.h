@@ -27,8 +27,8 @@ class Timeline {
   // events of all ranks.
   void Switch(bool on, bool mark_cycles);
   // Rank 0: events of `rank`.
-  void Receive(int rank, const std::string& events, bool last);
-  // Ships if it is due.
+  void Receive(int rank, const std::vector<TraceEvent>& events, bool last);
+  // Ships if it is time.
   void Ship(TimeNs now);
   // When Ship must be called next; kForever if there is nothing to ship.
   TimeNs NextDeadline() const;
@@ -39,7 +39,6 @@ class Timeline {
 
  private:
   void ShipAll(bool last);
-  void Accept(int rank, const std::vector<TraceEvent>& events, bool last);
   void Check(const Status& status);
 
   Transport& transport_;

@@ -357,10 +357,18 @@ std::string EncodeCombined(const std::map<std::string, std::vector<int>>& report
   return out.Take();
 }
 
-std::string EncodeTrace(const std::string& events, bool last) {
+std::string EncodeTrace(const std::vector<TraceEvent>& events, bool last) {
   Writer out(MessageKind::kTrace);
   out.Unsigned(last);
-  out.Text(events);
+  out.Unsigned(events.size());
+  for (const TraceEvent& event : events) {
+    out.Text(event.name);
+    out.Text(event.tensor);
+    out.Unsigned(static_cast<uint8_t>(event.track));
+    out.Unsigned((event.instant ? 1 : 0) | (event.joined ? 2 : 0));
+    for (const int64_t number : {event.begin_ns, event.end_ns, event.bytes}) out.Signed(number);
+    out.Signed(event.process_set);
+  }
   return out.Take();
 }
 
@@ -412,11 +420,21 @@ bool DecodeCombined(const std::string& message,
   return in.complete() && understood;
 }
 
-bool DecodeTrace(const std::string& message, std::string* events, bool* last) {
+bool DecodeTrace(const std::string& message, std::vector<TraceEvent>* events, bool* last) {
   Reader in(message);
   if (!in.Expect(MessageKind::kTrace)) return false;
   *last = in.Unsigned() != 0;
-  *events = in.Text();
+  events->resize(in.Count());
+  for (TraceEvent& event : *events) {
+    event.name = in.Text();
+    event.tensor = in.Text();
+    event.track = in.Choice(Track::kNegotiate);
+    const uint64_t flags = in.Unsigned();
+    event.instant = (flags & 1) != 0;
+    event.joined = (flags & 2) != 0;
+    for (int64_t* number : {&event.begin_ns, &event.end_ns, &event.bytes}) *number = in.Signed();
+    event.process_set = static_cast<int32_t>(in.Signed());
+  }
   return in.complete();
 }
 

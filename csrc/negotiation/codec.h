@@ -1,6 +1,6 @@
-// Codec: the bytes of negotiation messages. Hand-written; its version is kProtocolVersion, which
-// ranks compare at init (ADR 0008). Integers are LEB128 (zigzag if they may be negative), doubles
-// eight bytes little-endian, strings length-prefixed.
+// Codec: the bytes of negotiation messages, hand-written (ADR 0008): integers are LEB128 (zigzag
+// where they may be negative), doubles eight bytes little-endian, strings length-prefixed. All
+// ranks run the same version, which they compare at init.
 //
 // Decoding never trusts its input: a truncated or malformed message is an error, not a crash.
 #pragma once
@@ -12,10 +12,9 @@
 #include <vector>
 
 #include "negotiation/messages.h"
+#include "trace/trace.h"
 
 namespace hororing {
-
-constexpr uint32_t kProtocolVersion = 9;
 
 // The first byte of every control message.
 enum class MessageKind : uint8_t {
@@ -33,8 +32,8 @@ std::string EncodeCombined(const std::map<std::string, std::vector<int>>& report
 inline std::string EncodeStatus(const std::string& text) {
   return static_cast<char>(MessageKind::kStatus) + text;
 }
-// Trace events (already bytes); `last`: the sender will send no more.
-std::string EncodeTrace(const std::string& events, bool last);
+// `last`: the sender will send no more.
+std::string EncodeTrace(const std::vector<TraceEvent>& events, bool last);
 
 // False if `message` is not a well-formed message of the requested kind.
 bool KindOf(const std::string& message, MessageKind* kind);
@@ -42,6 +41,6 @@ bool Decode(const std::string& message, Report* report);
 bool Decode(const std::string& message, Agreement* agreement);
 bool DecodeCombined(const std::string& message,
                     std::vector<std::pair<std::vector<int>, Report>>* reports);
-bool DecodeTrace(const std::string& message, std::string* events, bool* last);
+bool DecodeTrace(const std::string& message, std::vector<TraceEvent>* events, bool* last);
 
 }  // namespace hororing

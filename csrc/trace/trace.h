@@ -80,8 +80,4 @@ class TraceSink {
   int64_t dropped_ = 0;             // GUARDED_BY(mutex_)
 };
 
-// Wire form of events, which are sent to rank 0 (negotiation/codec carries the bytes).
-std::string EncodeEvents(const std::vector<TraceEvent>& events);
-bool DecodeEvents(const std::string& bytes, std::vector<TraceEvent>* events);
-
 }  // namespace hororing

@@ -21,7 +21,7 @@ FOLDERS = {
     "collective": {"base", "transport"},
     "backend": {"base", "transport", "collective", "trace"},
     "gpu": {"base", "transport", "collective", "trace", "backend"},
-    "negotiation": {"base", "transport"},
+    "negotiation": {"base", "transport", "trace"},
 }
 FOLDERS["engine"] = set(FOLDERS)
 FOLDERS["membership"] = {"base"}

@@ -64,6 +64,34 @@ bool Contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
+TEST(events_of_the_timeline_survive_the_wire) {
+  const std::vector<TraceEvent> events = {
+      {"PACK", "x", Track::kLoop, false, -5, 7},
+      {"", std::string("\0\xff\"", 3), Track::kNegotiate, true, 0, kForever, -1, 7, true}};
+  std::vector<TraceEvent> decoded;
+  bool last = false;
+  const std::string whole = EncodeTrace(events, true);
+  CHECK(DecodeTrace(whole, &decoded, &last));
+  CHECK(last);
+  CHECK_EQ(decoded.size(), size_t{2});
+  for (size_t i = 0; i < decoded.size(); ++i) {
+    CHECK_EQ(decoded[i].name, events[i].name);
+    CHECK_EQ(decoded[i].tensor, events[i].tensor);
+    CHECK(decoded[i].track == events[i].track);
+    CHECK_EQ(decoded[i].instant, events[i].instant);
+    CHECK_EQ(decoded[i].begin_ns, events[i].begin_ns);
+    CHECK_EQ(decoded[i].end_ns, events[i].end_ns);
+    CHECK_EQ(decoded[i].bytes, events[i].bytes);
+    CHECK_EQ(decoded[i].process_set, events[i].process_set);
+    CHECK_EQ(decoded[i].joined, events[i].joined);
+  }
+  for (size_t bytes = 0; bytes < whole.size(); ++bytes) {
+    CHECK(!DecodeTrace(whole.substr(0, bytes), &decoded, &last));
+  }
+  CHECK(DecodeTrace(EncodeTrace({}, false), &decoded, &last));
+  CHECK(decoded.empty() && !last);
+}
+
 }  // namespace
 
 TEST(a_request_is_agreed_once_every_rank_has_reported_it) {
@@ -685,7 +713,7 @@ TEST(truncated_and_random_messages_are_refused_not_trusted) {
     for (char& byte : noise) byte = static_cast<char>(random());
     Report ignored_report;
     Agreement ignored_agreement;
-    std::string events;
+    std::vector<TraceEvent> events;
     bool last = false;
     (void)Decode(noise, &ignored_report);
     (void)Decode(noise, &ignored_agreement);

@@ -129,47 +129,6 @@ TEST(sink_takes_events_from_many_threads) {
   CHECK_EQ(taken + sink.Drain().size(), size_t{4000});
 }
 
-TEST(events_survive_the_wire) {
-  std::vector<TraceEvent> events;
-  events.push_back(Span("PACK", Track::kLoop, -5, 7));
-  events.push_back(
-      {"", std::string("\0\xff\"", 3), Track::kNegotiate, true, 0, kForever, -1, 7, true});
-  std::vector<TraceEvent> decoded;
-  CHECK(DecodeEvents(EncodeEvents(events), &decoded));
-  CHECK_EQ(decoded.size(), size_t{2});
-  for (size_t i = 0; i < decoded.size(); ++i) {
-    CHECK_EQ(decoded[i].name, events[i].name);
-    CHECK_EQ(decoded[i].tensor, events[i].tensor);
-    CHECK(decoded[i].track == events[i].track);
-    CHECK_EQ(decoded[i].instant, events[i].instant);
-    CHECK_EQ(decoded[i].begin_ns, events[i].begin_ns);
-    CHECK_EQ(decoded[i].end_ns, events[i].end_ns);
-    CHECK_EQ(decoded[i].bytes, events[i].bytes);
-    CHECK_EQ(decoded[i].process_set, events[i].process_set);
-    CHECK_EQ(decoded[i].joined, events[i].joined);
-  }
-  CHECK(DecodeEvents(EncodeEvents({}), &decoded));
-  CHECK(decoded.empty());
-}
-
-TEST(malformed_wire_bytes_are_refused) {
-  std::vector<TraceEvent> decoded;
-  const std::string one = EncodeEvents({Span("PACK", Track::kLoop, 1, 2)});
-  for (size_t length = 0; length < one.size(); ++length) {
-    // Only the version byte alone is a whole message: that of no events.
-    CHECK_EQ(DecodeEvents(one.substr(0, length), &decoded), length == 1);
-  }
-  CHECK(!DecodeEvents("\x7f" + one.substr(1), &decoded));
-  std::mt19937 random(hororing_test::Seed());
-  for (int round = 0; round < 2000; ++round) {
-    std::string noise = one;
-    for (int i = 0; i < 3; ++i) noise[random() % noise.size()] = static_cast<char>(random());
-    if (DecodeEvents(noise, &decoded)) {
-      CHECK(decoded.size() <= noise.size());  // whatever it means, it was read within bounds
-    }
-  }
-}
-
 TEST(metadata_names_every_rank_and_its_rows) {
   TemporaryFile file;
   TraceWriter writer;
