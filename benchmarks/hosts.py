@@ -45,8 +45,7 @@ OURS = {
     "tcp": {"HORORING_TRANSPORT": "tcp"},
     "over_mpi": {"HORORING_TRANSPORT": "mpi"},
     **{
-        name: {"HORORING_ALGORITHM": name}
-        for name in ("ring", "recursive_doubling", "three_phase", "leader")
+        name: {"HORORING_ALGORITHM": name} for name in ("ring", "recursive_doubling", "three_phase")
     },
 }
 WORLD = MPI.COMM_WORLD

@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "backend/shm_direct.h"
+#include "backend/shared_memory_backend.h"
 #include "base/clock.h"
 #include "base/reduce.h"
 #include "trace/trace.h"
@@ -40,7 +40,7 @@ class Rank {
  public:
   Rank(std::shared_ptr<ShmSegment> segment, int rank, Peer* peers)
       : transport_(std::move(segment), rank, 50 * kMicrosecond),
-        backend_(transport_, Members::World(2)),
+        backend_(transport_, transport_, MakeTopology(rank, {"", ""}), Members::World(2), {}),
         rank_(static_cast<size_t>(rank)),
         peers_(peers),
         piece_(kReadAtATime / sizeof(float)) {}
@@ -86,7 +86,7 @@ class Rank {
   }
 
   ShmTransport transport_;
-  ShmDirectBackend backend_;
+  SharedMemoryBackend backend_;
   TraceSink trace_;
   const size_t rank_;
   Peer* const peers_;

@@ -26,7 +26,7 @@
 #include <string>
 #include <vector>
 
-#include "backend/shm_direct.h"
+#include "backend/shared_memory_backend.h"
 #include "base/clock.h"
 #include "base/half.h"
 #include "base/reduce.h"
@@ -52,7 +52,7 @@ struct Shared {
   std::atomic<int> wrong{0};
 };
 
-bool Reduce(ShmDirectBackend& backend, void* data, size_t elements, size_t tensors = 1,
+bool Reduce(SharedMemoryBackend& backend, void* data, size_t elements, size_t tensors = 1,
             DataType dtype = DataType::kFloat32) {
   static TraceSink trace;
   Batch batch;
@@ -136,7 +136,9 @@ int RunRank(const Options& options, const std::string& name, int rank, int ranks
   const bool crowded = ranks > sysconf(_SC_NPROCESSORS_ONLN);
   const TimeNs spin_ns = options.spin_ns >= 0 ? options.spin_ns : (crowded ? 5 : 50) * kMicrosecond;
   ShmTransport transport(segment, rank, spin_ns);
-  ShmDirectBackend backend(transport, Members::World(transport.size()));
+  const Topology topology =
+      MakeTopology(rank, std::vector<std::string>(static_cast<size_t>(ranks)));
+  SharedMemoryBackend backend(transport, transport, topology, Members::World(ranks), {});
   float go = 0;
   for (size_t bytes : options.bytes) {
     const size_t elements = std::max<size_t>(bytes / 4, 1);

@@ -55,8 +55,6 @@ def engine_config(
     elif launched:
         c_config.address = text(fabric.tcp_address(launch.environment()))
     c_config.fabric = text(fabric.fast(launch.environment()))
-    c_config.congestion = text(settings["TCP_CONGESTION"])
-    c_config.chunk_bytes = settings["CHUNK_BYTES"]
     c_config.fusion_bytes = settings["FUSION_BYTES"]
     c_config.cycle_time_ms = settings["CYCLE_TIME_MS"]
     c_config.cache_capacity = settings["CACHE_CAPACITY"]

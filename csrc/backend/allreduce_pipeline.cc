@@ -241,7 +241,7 @@ Status RunWithExchange(SetSlots& set, const Batch& batch, const AllreducePlan& p
 }  // namespace
 
 AllreducePlan::AllreducePlan(const Batch& batch, const SetSlots& set, int slice_owners,
-                             const WireCost& wire, size_t chunk_bytes)
+                             const WireCost& wire)
     : VirtualBuffer(batch), owners(slice_owners) {
   if (total == 0) return;
   const int hosts = set.group.hosts();
@@ -249,7 +249,6 @@ AllreducePlan::AllreducePlan(const Batch& batch, const SetSlots& set, int slice_
   size_t wanted = SlotGeometry::kMaxLocalBlock;
   if (hosts == 1) {
     small = owners >= kMinRanksForSmall && total <= std::min(kSmallBatch, capacity);
-    if (small) chunk_bytes = 0;
   } else {
     // Between hosts, a block is so large that two owners exchange kHostMessage. Then the wire waits
     // briefly for the first block to be packed, and the ranks for the last one. Few blocks are open
@@ -260,7 +259,6 @@ AllreducePlan::AllreducePlan(const Batch& batch, const SetSlots& set, int slice_
     const size_t messages = static_cast<size_t>(owners) * static_cast<size_t>(whole ? 1 : hosts);
     wanted = messages * kHostMessage * total / layout.volume().partial;
   }
-  if (chunk_bytes != 0) wanted = chunk_bytes;
   block_bytes = std::min({total, RoundUp(wanted, kEntryAlign), capacity});
   blocks = (total + block_bytes - 1) / block_bytes;
 }

@@ -27,9 +27,8 @@ namespace hororing {
 
 // How a batch is cut; the same on all ranks.
 struct AllreducePlan : VirtualBuffer {
-  // `slice_owners`: per host. `chunk_bytes`: of a block; 0: built in.
-  AllreducePlan(const Batch& batch, const SetSlots& set, int slice_owners, const WireCost& wire,
-                size_t chunk_bytes);
+  // `slice_owners`: per host.
+  AllreducePlan(const Batch& batch, const SetSlots& set, int slice_owners, const WireCost& wire);
 
   Range SliceOf(const Range& block, int owner) const { return Slice(block, owner, owners); }
   size_t LargestSlice() const {

@@ -30,16 +30,6 @@ void ReduceAlone(const Batch& batch, TraceSink& trace) {
   span.End(batch.bytes());
 }
 
-Status CheckSpecs(const Batch& batch) {
-  const ReduceSpec* checked = nullptr;
-  for (const BatchEntry& entry : batch.entries) {
-    if (checked != nullptr && *checked == entry.reduce) continue;
-    checked = &entry.reduce;
-    HORORING_RETURN_IF_ERROR(Check(entry.reduce));
-  }
-  return Status::Ok();
-}
-
 Volume VolumeOf(const Batch& batch) {
   Volume volume;
   for (const BatchEntry& entry : batch.entries) volume.Add(entry.reduce, entry.bytes());

@@ -43,8 +43,9 @@ struct BatchEntry {
   size_t bytes() const { return elements * ElementSize(reduce.dtype); }
 };
 
-// Invariant: all entries share collective, root (broadcast) and kind of memory. In reduce-scatters
-// and Adasum they also share their reduce spec.
+// Invariant: all entries share collective, root (broadcast) and kind of memory. Those of
+// reduce-scatters and of Adasum share their reduce spec, too. Whoever made the request has checked
+// the specs.
 struct Batch {
   Collective kind = Collective::kAllreduce;
   int root = 0;
@@ -83,7 +84,7 @@ class Backend {
   // are in a stream. `deadline` limits every wait for a peer.
   virtual Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) = 0;
   // Bytes of scratch memory held now (fusion buffer, receive buffers).
-  virtual size_t scratch_bytes() const = 0;
+  size_t scratch_bytes() const { return scratch_bytes_; }
   // The algorithm of the latest Run.
   virtual AlgorithmUsed algorithm_used() const { return AlgorithmUsed::kNotCounted; }
 
@@ -97,6 +98,9 @@ class Backend {
   // Called in all other cases, or if Leave failed: aborts the work in the streams, without the
   // other ranks. Nothing runs afterwards.
   virtual void BreakOff() {}
+
+ protected:
+  size_t scratch_bytes_ = 0;
 };
 
 }  // namespace hororing

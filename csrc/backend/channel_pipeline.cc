@@ -59,13 +59,7 @@ bool ChannelPipeline::Advance(Status* status) {
 }
 
 Status ChannelPipeline::TakeArrivals(bool* moved) {
-  for (bool taken = true; taken;) {
-    Inflight::Transfer arrived;
-    HORORING_RETURN_IF_ERROR(receives_.TakeOldest(&arrived, &taken));
-    if (!taken) break;
-    *moved = true;
-    Forward(arrived.tag, arrived.block);
-  }
+  HORORING_RETURN_IF_ERROR(receives_.TakeDone(moved));
   const uint64_t all_here = receives_.FirstOpen(begun_);
   if (arrived_ == all_here) return Status::Ok();
   *moved = true;
@@ -92,14 +86,6 @@ std::byte* ChannelPipeline::Place(size_t channel, uint64_t number) const {
   return BlockAt(plan_.channels[channel].owner, number) + plan_.place[channel] * plan_.piece;
 }
 
-void ChannelPipeline::Forward(size_t channel, uint64_t number) {
-  const size_t bytes = PieceOf(plan_.channels[channel], number).bytes();
-  if (bytes == 0) return;
-  for (const int to : plan_.channels[channel].to) {
-    sends_.Add(wire_.Send(to, Place(channel, number), bytes), to, number, channel);
-  }
-}
-
 void ChannelPipeline::Begin() {
   StageSpan span(trace_, Stage::kPack, batch_);
   size_t packed = 0;
@@ -108,7 +94,7 @@ void ChannelPipeline::Begin() {
     const Channel& channel = plan_.channels[i];
     const size_t bytes = PieceOf(channel, number).bytes();
     if (channel.from < 0 || bytes == 0) continue;
-    receives_.Add(wire_.Receive(channel.from, Place(i, number), bytes), channel.from, number, i);
+    receives_.Add(wire_.Receive(channel.from, Place(i, number), bytes), channel.from, number);
   }
   for (size_t i = 0; i < plan_.channels.size(); ++i) {
     const Channel& channel = plan_.channels[i];
@@ -121,7 +107,11 @@ void ChannelPipeline::Begin() {
                 });
     packed += piece.bytes();
     local_.to_slot().Fence();
-    Forward(i, number);
+    for (const int to : channel.to) {
+      if (piece.bytes() > 0) {
+        sends_.Add(wire_.Send(to, Place(i, number), piece.bytes()), to, number);
+      }
+    }
   }
   span.End(packed);
 }

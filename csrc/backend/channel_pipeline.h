@@ -1,7 +1,6 @@
-// ChannelPipeline: all-gathers and broadcasts over several hosts. A channel is data that starts on
-// one rank and ends on all: a rank's contribution to an all-gather, or a part of a broadcast. It is
-// sent once to every host, to one rank there, its owner. The other ranks of the host copy it from
-// the owner's slot.
+// ChannelPipeline: all-gathers over several hosts. A channel is what a rank contributes. It crosses
+// once to every host, to one rank there, its owner. The other ranks of the host copy it from the
+// owner's slot.
 //
 //   all-gather, 2 hosts x 2 ranks, channels a b c d of ranks 0 1 2 3
 //
@@ -10,15 +9,10 @@
 //   over the wire  a c      b d           a c      b d        0 <-> 2, 1 <-> 3
 //   UNPACK         all ranks of the host copy a b c d from both slots
 //
-// The channels of an all-gather go directly to all hosts, because each host must send that much
-// anyway. A broadcast goes from host to host, along a chain or a tree as in
-// collective/broadcast.cc. If it is large enough, it has as many channels as each host has ranks.
+// Channels go directly to all hosts, because each host must send that much anyway. They are cut
+// into pieces; block n holds the n-th piece of every channel.
 //
-// Channels are cut into pieces; block n holds the n-th piece of every channel. A piece is received
-// into the slot and forwarded from there.
-//
-// Cost per host: every byte of other hosts is received once. An all-gather sends (H-1) times the
-// host's own bytes, a broadcast at most S (chain) or S log2(H) (tree).
+// Cost per host: every byte of other hosts is received once, and its own are sent (H-1) times.
 #pragma once
 
 #include <cstddef>
@@ -40,7 +34,7 @@ struct Channel {
   int owner = 0;        // local rank on this host; if the channel starts here, that rank
   bool begins = false;  // starts on this rank
   int from = -1;        // the rank of the job that sends it to this rank; -1: none
-  std::vector<int> to;  // ranks to which this rank forwards it
+  std::vector<int> to;  // where it begins: the ranks to which this rank sends it
 
   void Add(std::byte* at, size_t length) {
     if (length > 0) extents.push_back({bytes, length, at});
@@ -78,7 +72,6 @@ class ChannelPipeline final : public HostPipeline {
   bool CanUnpack() const;
   void Begin();
   void Unpack();
-  void Forward(size_t channel, uint64_t number);
   std::byte* Place(size_t channel, uint64_t number) const;
   Range PieceOf(const Channel& channel, uint64_t number) const {
     return HostPipeline::PieceOf(channel.bytes, plan_.piece, number);

@@ -53,8 +53,6 @@ class StageSpan {
 // An allreduce or a reduce-scatter of one rank: only applies the factors.
 void ReduceAlone(const Batch& batch, TraceSink& trace);
 
-// Calls Check (base/reduce.h) for all entries.
-Status CheckSpecs(const Batch& batch);
 // The volume of this rank's inputs.
 Volume VolumeOf(const Batch& batch);
 

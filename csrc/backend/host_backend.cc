@@ -42,14 +42,13 @@ HostBackend::HostBackend(Transport& transport, const AllreduceOptions& options,
       by_host_(HostByHost(transport, ranks_on)) {}
 
 Algorithm HostBackend::Choose(const Batch& batch) const {
-  const Algorithm algorithm = options_.AlgorithmFor(batch.bytes());
-  switch (algorithm) {
+  switch (options_.algorithm) {
     case Algorithm::kRing:
-    case Algorithm::kRecursiveDoubling: return algorithm;
-    default: break;  // three phases are not possible
+    case Algorithm::kRecursiveDoubling: return options_.algorithm;
+    default: break;  // where three phases cannot be had
   }
   if (shape_.hosts == 1) return Algorithm::kAuto;
-  return Cheapest(VolumeOf(batch), shape_, options_.wire);
+  return CheapestFlat(VolumeOf(batch), shape_, options_.wire);
 }
 
 bool HostBackend::Supports(const Batch&) const { return true; }
@@ -92,7 +91,6 @@ GatherOptions HostBackend::gather_options() const {
 }
 
 Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  HORORING_RETURN_IF_ERROR(CheckSpecs(batch));
   if (transport_.size() == 1) {
     ReduceAlone(batch, trace);
     return Status::Ok();
@@ -127,8 +125,7 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
   }
   {
     StageSpan span(trace, Stage::kReduce, batch);
-    const FlatOptions options{options_.reproducible, Choose(batch), gather_options(),
-                              options_.chunk_bytes};
+    const FlatOptions options{options_.reproducible, Choose(batch), gather_options()};
     HORORING_RETURN_IF_ERROR(
         Allreduce(transport_, buffer, options, receive_buffer_, deadline, &algorithm_used_));
     span.End(batch.bytes());
@@ -147,7 +144,6 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
 
 Status HostBackend::RunAdasum(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   const int size = transport_.size();
-  HORORING_RETURN_IF_ERROR(CheckAdasum(batch.reduce(), size));
   if (size == 1) {
     ReduceAlone(batch, trace);
     return Status::Ok();
@@ -191,7 +187,6 @@ Status HostBackend::RunAdasum(const Batch& batch, TimeNs deadline, TraceSink& tr
 }
 
 Status HostBackend::RunReducescatter(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  HORORING_RETURN_IF_ERROR(Check(batch.reduce()));
   const size_t size = static_cast<size_t>(transport_.size());
   const size_t rank = static_cast<size_t>(transport_.rank());
   const size_t element = ElementSize(batch.reduce().dtype);
@@ -245,10 +240,6 @@ Status HostBackend::Fuse(size_t bytes, std::byte** buffer) {
   if (*buffer != nullptr) return Status::Ok();
   return Status(Code::kInternal, "no memory for a fusion buffer of " + std::to_string(room) +
                                      " bytes; lower the fusion threshold");
-}
-
-size_t HostBackend::scratch_bytes() const {
-  return fusion_buffer_.bytes() + receive_buffer_.bytes();
 }
 
 }  // namespace hororing

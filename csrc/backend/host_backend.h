@@ -24,7 +24,6 @@ class HostBackend final : public Backend {
   const char* name() const override { return "host"; }
   bool Supports(const Batch& batch) const override;
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
-  size_t scratch_bytes() const override;
   AlgorithmUsed algorithm_used() const override { return algorithm_used_; }
 
  private:
@@ -48,9 +47,9 @@ class HostBackend final : public Backend {
   Transport& transport_;
   const AllreduceOptions options_;
   const HostShape shape_;
-  const std::unique_ptr<Subgroup> by_host_;  // null if rank order is as good
-  Scratch fusion_buffer_;
-  Scratch receive_buffer_;
+  const std::unique_ptr<Subgroup> by_host_;  // null if the order of the ranks is as good
+  Scratch fusion_buffer_{&scratch_bytes_};
+  Scratch receive_buffer_{&scratch_bytes_};
   AlgorithmUsed algorithm_used_ = AlgorithmUsed::kNotCounted;
 };
 

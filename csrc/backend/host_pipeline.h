@@ -41,9 +41,8 @@ struct HostGroup {
   HostGroup(const Topology& topology, Members members);
 
   // The rank on a host that receives or sums for a local rank of another host.
-  int OwnerOn(int on_host, int local_rank, bool leader) const {
-    const int ranks = static_cast<int>(group_ranks_on[static_cast<size_t>(on_host)].size());
-    return leader ? 0 : local_rank % ranks;
+  int OwnerOn(int on_host, int local_rank) const {
+    return local_rank % static_cast<int>(group_ranks_on[static_cast<size_t>(on_host)].size());
   }
   int JobRank(int on_host, int local_rank) const {
     const int at = group_ranks_on[static_cast<size_t>(on_host)][static_cast<size_t>(local_rank)];

@@ -9,7 +9,7 @@ namespace hororing {
 
 using Extent = ScatterPlan::Part::Extent;
 
-ScatterPlan::ScatterPlan(const SetSlots& set, const Batch& batch, bool leader)
+ScatterPlan::ScatterPlan(const SetSlots& set, const Batch& batch)
     : parts(static_cast<size_t>(set.group.size())), element(ElementSize(batch.reduce().dtype)) {
   const HostGroup& group = set.group;
   std::vector<size_t> summed(static_cast<size_t>(group.local_size()), 0);
@@ -21,8 +21,7 @@ ScatterPlan::ScatterPlan(const SetSlots& set, const Batch& batch, bool leader)
     part.own = rank == group.group_rank;
     part.owner = group.members.ranks[at];
     const bool here = group.host_of[at] == group.host;
-    part.reducer =
-        here ? group.local_of[at] : group.OwnerOn(group.host, group.local_of[at], leader);
+    part.reducer = here ? group.local_of[at] : group.OwnerOn(group.host, group.local_of[at]);
     part.number = summed[static_cast<size_t>(part.reducer)]++;
     for (size_t i = 0; i < batch.entries.size(); ++i) {
       const BatchEntry& entry = batch.entries[i];
@@ -39,7 +38,7 @@ ScatterPlan::ScatterPlan(const SetSlots& set, const Batch& batch, bool leader)
   summed_here = summed[static_cast<size_t>(group.local)];
   for (int host = 0; host < group.hosts(); ++host) {
     if (host == group.host) continue;
-    senders.push_back(group.JobRank(host, group.OwnerOn(host, group.local, leader)));
+    senders.push_back(group.JobRank(host, group.OwnerOn(host, group.local)));
   }
   const size_t fits = set.geometry.capacity / parts.size() / kEntryAlign * kEntryAlign / element;
   const size_t partial = PartialSize(batch.reduce());  // bytes that are sent
@@ -120,7 +119,7 @@ void ScatterPipeline::Begin() {
     const size_t arriving = part.own ? piece.bytes() * partial_ : 0;
     for (size_t i = 0; i < plan_.senders.size() && arriving > 0; ++i) {
       const int from = plan_.senders[i];
-      receives_.Add(wire_.Receive(from, ArrivalsAt(i, number), arriving), from, number, i);
+      receives_.Add(wire_.Receive(from, ArrivalsAt(i, number), arriving), from, number);
     }
     if (part.reducer == rank_) continue;
     std::byte* const block_at = BlockAt(rank_, number) + rank * plan_.piece * plan_.element;

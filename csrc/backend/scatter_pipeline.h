@@ -12,9 +12,9 @@
 //
 // Parts are cut into pieces; block n holds the n-th piece of every part.
 //
-// Numerics: as in backend/hierarchical.h. Hosts are summed in order, and the ranks of a host in
-// rank order, as partial results that are rounded once. The bits are those of three phases,
-// whatever a tensor is fused with.
+// Numerics: as in backend/shared_memory_backend.h. Hosts are summed in their order, and the ranks
+// of a host in rank order, as partial results that are rounded once. The bits are those of three
+// phases, whatever a tensor is fused with.
 //
 // Cost per host: (H-1)/H S sent as partial results, and the same amount received.
 #pragma once
@@ -52,10 +52,9 @@ struct ScatterPlan {
   size_t piece = 0;          // elements of a part in one block
   uint64_t blocks = 0;
 
-  // `leader`: one rank of each host sums everything that leaves the host.
-  ScatterPlan(const SetSlots& set, const Batch& batch, bool leader);
-  static constexpr size_t kMinBytes = 4 << 10;  // minimum of capacity / ranks
-  // The sums and received parts of each block in flight.
+  ScatterPlan(const SetSlots& set, const Batch& batch);
+  static constexpr size_t kMinBytes = 4 << 10;  // REQUIRES of capacity / ranks
+  // For each block in flight: sums and received parts.
   size_t scratch_bytes(const ReduceSpec& spec) const;
 };
 

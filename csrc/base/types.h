@@ -53,6 +53,11 @@ inline bool IsReduction(Collective kind) {
   return kind == Collective::kAllreduce || kind == Collective::kReducescatter;
 }
 
+// Whether ranks may pass different numbers of rows, and the core allocates the results.
+inline bool IsGathering(Collective kind) {
+  return kind == Collective::kAllgather || kind == Collective::kAlltoall;
+}
+
 // To a multiple of `unit`.
 inline size_t RoundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 

@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 16 };
+enum { HR_ABI_VERSION = 17 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -103,7 +103,6 @@ typedef struct hr_config {
   const char* address;      /* of this host, as others reach it; or NULL: not known */
   const char* key;          /* of the job, secret: proves who belongs to it; or NULL */
   const char* fabric;       /* a network of this host on which MPI beats TCP; or NULL: none */
-  const char* congestion;   /* congestion control of TCP; or NULL: the system's */
   int64_t generation;       /* of an elastic job, from 1; 0: it is none */
   int32_t mpi_communicator; /* Fortran handle of the communicator to duplicate; -1: the world */
   const int32_t* ranks;     /* the sub-job of these ranks of it, or NULL */
@@ -114,9 +113,7 @@ typedef struct hr_config {
   int32_t cache_capacity;  /* entries of the response cache; 0: none */
   int32_t reproducible;    /* same bits in every run */
   int32_t tune;            /* nonzero: find the first two of these by trying */
-  const char* algorithm;   /* "auto", "ring", "recursive_doubling", "three_phase", "leader"; or
-                              three of them with commas between, by size of batch */
-  int64_t chunk_bytes;     /* of blocks and segments; 0: built in */
+  const char* algorithm;   /* "auto", "ring", "recursive_doubling", "three_phase" */
   const char* fingerprint; /* "knob=value" lines compared over the ranks at init */
   /* Local. */
   double stall_warning_s;  /* <= 0: never */
@@ -213,7 +210,7 @@ typedef struct hr_stats {
   int64_t fusion_bytes;  /* the threshold in use; the tuner's on rank 0 */
   int64_t cycle_time_ns; /* likewise the time that bursts are held */
   /* Batches of HR_ALLREDUCE among several ranks, on the host, by the algorithm that ran. */
-  int64_t allreduces_shm_direct, allreduces_three_phase, allreduces_leader, allreduces_ring;
+  int64_t allreduces_shm_direct, allreduces_three_phase, allreduces_ring;
   int64_t allreduces_recursive_doubling, allreduces_rank_order;
   int64_t allreduces_at_once; /* without negotiation (`blocking`), each a batch of its own */
 } hr_stats;

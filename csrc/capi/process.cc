@@ -112,7 +112,6 @@ EngineConfig EngineConfigFrom(const hr_config& from) {
   config.cycle_time_ns = Scaled(from.cycle_time_ms, kMillisecond);
   config.cache_capacity = from.cache_capacity;
   config.allreduce.reproducible = from.reproducible != 0;
-  config.allreduce.chunk_bytes = static_cast<size_t>(from.chunk_bytes);
   if (from.tune != 0) {
     config.tune.emplace();
     config.tune->tune_fusion = from.tune_fusion != 0;
@@ -146,7 +145,6 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
   options.address = Text(from.address);
   options.key = Text(from.key);
   options.fabric = Text(from.fabric);
-  options.congestion = Text(from.congestion);
   options.mpi_library_path = Text(from.mpi_library);
   options.mpi.communicator = from.mpi_communicator;
   options.mpi.launched = from.launched;
@@ -227,7 +225,7 @@ HR_EXPORT int hr_init(const hr_config* config) {
   }
   WorldOptions world = WorldOptionsFrom(*config);
   EngineConfig engine_config = EngineConfigFrom(*config);
-  Status parsed = Parse(Text(config->algorithm), &engine_config.allreduce);
+  Status parsed = Parse(Text(config->algorithm), &engine_config.allreduce.algorithm);
   if (parsed.ok()) parsed = Parse(Text(config->gpu), &engine_config.gpu);
   if (!parsed.ok()) return Remember(parsed);
   std::shared_ptr<AskingBootstrap> asking;

@@ -91,14 +91,12 @@ Status CheckReduction(const Request& request, const TensorView& view, int size) 
 // Finds errors that this rank can see alone.
 Status CheckLocally(const TensorEntry& entry, const ProcessSet& set) {
   const Request& request = entry.request;
-  const bool allocated =
-      request.kind == Collective::kAllgather || request.kind == Collective::kAlltoall;
   for (const TensorView& view : entry.views) {
     for (int64_t dimension : view.shape) {
       if (dimension < 0) return Invalid(request, "shape " + ShapeText(view.shape) + " is negative");
     }
     // A reduce-scatter may leave nothing for this rank.
-    const bool written = !allocated && request.kind != Collective::kReducescatter;
+    const bool written = !IsGathering(request.kind) && request.kind != Collective::kReducescatter;
     if (view.elements() > 0 && (view.input == nullptr || (written && view.output == nullptr))) {
       return Invalid(request, "a tensor with elements has no memory");
     }

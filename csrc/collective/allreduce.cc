@@ -44,8 +44,7 @@ Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOpt
     return RankOrderAllreduce(transport, buffer, scratch, deadline, gather);
   }
   *used = AlgorithmUsed::kRing;
-  const size_t segment = options.segment_bytes != 0 ? options.segment_bytes : gather.segment_bytes;
-  return RingAllreduce(in_order, buffer, scratch, deadline, segment);
+  return RingAllreduce(in_order, buffer, scratch, deadline, gather.segment_bytes);
 }
 
 }  // namespace hororing

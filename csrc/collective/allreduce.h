@@ -33,7 +33,8 @@ namespace hororing {
 // (page faults of fresh temporaries cost MPI half of its time).
 class Scratch {
  public:
-  Scratch() = default;
+  // `total`: is kept up to date with the bytes of all that refer to it; may be null.
+  explicit Scratch(size_t* total = nullptr) : total_(total) {}
   ~Scratch();
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
@@ -44,6 +45,7 @@ class Scratch {
   size_t bytes() const { return bytes_; }
 
  private:
+  size_t* const total_;
   void* data_ = nullptr;
   size_t bytes_ = 0;
 };
@@ -73,10 +75,8 @@ struct FlatOptions {
   bool reproducible = false;
   // kRing or kRecursiveDoubling; kAuto: chosen from the layout and the world size alone.
   Algorithm algorithm = Algorithm::kAuto;
-  // For rank order; also for the messages and the all-gather of algorithms in rank order.
+  // For the order of the ranks, for messages, and for gathering in rank order.
   GatherOptions gather;
-  // The message size of kRing; 0: that of `gather`. It does not change the bits.
-  size_t segment_bytes = 0;
 };
 // Chooses one of the algorithms above, and sets `used`.
 Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,

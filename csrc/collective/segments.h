@@ -117,7 +117,6 @@ class Inflight {
     Transport::Request request;
     int rank = -1;  // of the peer
     uint64_t block = 0;
-    size_t tag = 0;
   };
 
   Inflight(Transport& transport, TimeNs deadline) : transport_(transport), deadline_(deadline) {}
@@ -126,8 +125,8 @@ class Inflight {
   Inflight(const Inflight&) = delete;
   Inflight& operator=(const Inflight&) = delete;
 
-  void Add(Transport::Request request, int rank = -1, uint64_t block = 0, size_t tag = 0) {
-    transfers_.push_back({request, rank, block, tag});
+  void Add(Transport::Request request, int rank = -1, uint64_t block = 0) {
+    transfers_.push_back({request, rank, block});
     ++added_;
   }
   size_t added() const { return added_; }
@@ -152,14 +151,8 @@ class Inflight {
   }
   Status WaitAll() { return WaitFirst(added_); }
 
-  // Never blocks. Removes the oldest transfer if it is done, and sets *taken.
-  Status TakeOldest(Transfer* transfer, bool* taken) {
-    *taken = !empty() && transport_.Done(oldest().request);
-    if (!*taken) return Status::Ok();
-    *transfer = oldest();
-    return WaitOldest();
-  }
-  // The same for all transfers up to the first that is not done. Sets *moved if it removed any.
+  // Removes transfers that are done, up to the first that is not; never blocks. Sets *moved if
+  // there was one.
   Status TakeDone(bool* moved) {
     while (!empty() && transport_.Done(oldest().request)) {
       *moved = true;

@@ -192,8 +192,8 @@ void Loop::AddSet(int32_t id, const Request& request) {
   communicator.ranks = set.ranks;
   communicator.rank = rank;
   communicator.transport = std::make_unique<Subgroup>(transport_, set.ranks);
-  communicator.backends = MakeSetBackends(backend_options_, world_, *communicator.transport,
-                                          {set.ranks, id, sets_added_});
+  communicator.backends =
+      MakeBackends(backend_options_, world_, *communicator.transport, {set.ranks, id, sets_added_});
   runner_.AddSet(id, std::move(communicator));
 }
 

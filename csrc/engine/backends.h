@@ -22,14 +22,11 @@ struct BackendOptions {
 
 // Whether the options can be satisfied; if not, kInvalidArgument with a text that says what to do.
 Status CheckBackends(const BackendOptions& options, const World& world);
-// For batches of all ranks. REQUIRES: CheckBackends is ok. The last two backends of the list
-// support every batch on the host and every batch on a device.
-Status MakeBackends(const BackendOptions& options, const World& world,
-                    std::vector<std::unique_ptr<Backend>>* backends);
-// For batches of some ranks of `world`, which `subgroup` connects. Returns the backends that the
-// options permit.
-std::vector<std::unique_ptr<Backend>> MakeSetBackends(const BackendOptions& options,
-                                                      const World& world, Transport& subgroup,
-                                                      const Members& members);
+// For batches of some ranks of `world`, or all, which `transport` connects. The last two backends
+// of the list support every batch on the host and every batch on a device. REQUIRES: CheckBackends
+// is ok.
+std::vector<std::unique_ptr<Backend>> MakeBackends(const BackendOptions& options,
+                                                   const World& world, Transport& transport,
+                                                   const Members& members);
 
 }  // namespace hororing

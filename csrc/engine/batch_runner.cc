@@ -52,12 +52,7 @@ void SetSizes(const TensorEntry& of, size_t index, const std::vector<int64_t>& r
   }
 }
 
-// Whether the core allocates the result.
-bool IsGathering(Collective kind) {
-  return kind == Collective::kAllgather || kind == Collective::kAlltoall;
-}
-
-// Every rank must compute the same description.
+// Every rank must come to the same description.
 FusionItem Describe(const TensorEntry& entry, size_t index, const std::vector<int64_t>& rows,
                     size_t ranks) {
   const Request& request = entry.request;
@@ -85,9 +80,8 @@ FusionItem Describe(const TensorEntry& entry, size_t index, const std::vector<in
   return described;
 }
 
-// For a weighted average. Both factors become one.
+// REQUIRES: a weighted average. The two factors may as well be one.
 void SetWeights(const Work& work, int rank, ReduceSpec* reduce) {
-  if (work.weights == nullptr) return;
   reduce->postscale *= reduce->prescale;
   reduce->prescale = (*work.weights)[static_cast<size_t>(rank)];
   reduce->weights = work.weights;
@@ -149,13 +143,13 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
       if (!entry->planned_as) entry->planned_as = Describe(*entry, 0, *each.rows, ranks);
       items_.push_back({entry, 0, each.rows});
       described_.push_back(*entry->planned_as);
-      SetWeights(each, communicator.rank, &described_.back().reduce);
+      if (each.weights != nullptr) SetWeights(each, communicator.rank, &described_.back().reduce);
       continue;
     }
     for (size_t i = 0; i < entry->views.size(); ++i) {
       items_.push_back({entry, i, each.rows});
       described_.push_back(Describe(*entry, i, *each.rows, ranks));
-      SetWeights(each, communicator.rank, &described_.back().reduce);
+      if (each.weights != nullptr) SetWeights(each, communicator.rank, &described_.back().reduce);
     }
   }
   const std::vector<std::vector<size_t>> plan = PlanFusion(described_, shared_.config.fusion_bytes);

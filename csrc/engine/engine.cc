@@ -149,8 +149,8 @@ Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional
   HORORING_RETURN_IF_ERROR(refused);
   HORORING_RETURN_IF_ERROR(
       MeasureWire(*world->transport, world->topology, deadline(), &options.allreduce.wire));
-  std::vector<std::unique_ptr<Backend>> backends;
-  HORORING_RETURN_IF_ERROR(MakeBackends(options, *world, &backends));
+  std::vector<std::unique_ptr<Backend>> backends =
+      MakeBackends(options, *world, *world->transport, Members::World(topology_.size));
   std::vector<TimeNs> clock_offsets;
   HORORING_RETURN_IF_ERROR(
       MeasureClocks(*world->transport, world->topology, deadline(), &clock_offsets));

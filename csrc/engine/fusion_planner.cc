@@ -11,10 +11,6 @@ struct Open {
   int64_t bytes;
 };
 
-int64_t Padded(int64_t bytes) {
-  return (bytes + kFusionAlignment - 1) / kFusionAlignment * kFusionAlignment;
-}
-
 }  // namespace
 
 std::vector<std::vector<size_t>> PlanFusion(const std::vector<FusionItem>& items,
@@ -23,7 +19,8 @@ std::vector<std::vector<size_t>> PlanFusion(const std::vector<FusionItem>& items
   std::vector<Open> open;
   for (size_t i = 0; i < items.size(); ++i) {
     const FusionItem& item = items[i];
-    const int64_t bytes = Padded(item.bytes);
+    const auto bytes =
+        static_cast<int64_t>(RoundUp(static_cast<size_t>(item.bytes), kFusionAlignment));
     Open* fitting = nullptr;
     for (Open& candidate : open) {
       if (candidate.key == item.key) fitting = &candidate;

@@ -45,9 +45,9 @@ struct FusionItem {
   int64_t bytes = 0;
 };
 
-// In a fused buffer each tensor starts at a multiple of this: a cache line, and a multiple of every
-// element size.
-constexpr int64_t kFusionAlignment = 64;
+// Each tensor starts on such a boundary of a fused buffer: a cache line, and a multiple of
+// every element size.
+constexpr size_t kFusionAlignment = 64;
 
 // Batches as lists of indices into `items`. fusion_bytes == 0: every item alone.
 std::vector<std::vector<size_t>> PlanFusion(const std::vector<FusionItem>& items,

@@ -60,12 +60,12 @@ constexpr int kMinCudaVersion = 11020;  // 11.2: memory that is allocated in the
   X(ctx_priorities, cuCtxGetStreamPriorityRange, (int* least, int* greatest))                      \
   X(stream_create, cuStreamCreateWithPriority, (CuStream * stream, unsigned flags, int priority))  \
   X(stream_destroy, cuStreamDestroy_v2, (CuStream stream))                                         \
+  X(stream_synchronize, cuStreamSynchronize, (CuStream stream))                                    \
   X(stream_wait_event, cuStreamWaitEvent, (CuStream stream, CuEvent event, unsigned flags))        \
   X(stream_is_capturing, cuStreamIsCapturing, (CuStream stream, int* status))                      \
   X(event_create, cuEventCreate, (CuEvent * event, unsigned flags))                                \
   X(event_record, cuEventRecord, (CuEvent event, CuStream stream))                                 \
   X(event_query, cuEventQuery, (CuEvent event))                                                    \
-  X(event_synchronize, cuEventSynchronize, (CuEvent event))                                        \
   X(event_destroy, cuEventDestroy_v2, (CuEvent event))                                             \
   X(mem_alloc, cuMemAlloc_v2, (CuAddress * memory, size_t bytes))                                  \
   X(mem_free, cuMemFree_v2, (CuAddress memory))                                                    \

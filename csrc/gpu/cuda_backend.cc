@@ -72,7 +72,7 @@ Status CudaBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   if (without == batch.entries.end()) {
     HORORING_RETURN_IF_ERROR(RunOnDevice(batch, timeout, trace));
   } else if (std::none_of(batch.entries.begin(), batch.entries.end(), by_nccl)) {
-    HORORING_RETURN_IF_ERROR(staged_.Run(batch, device_, timeout, trace));
+    HORORING_RETURN_IF_ERROR(staged_.Run(batch, *device_, timeout, trace));
   } else {  // a batch for what NCCL can, and one for what it cannot
     Batch on_device = batch;
     const auto rest =
@@ -81,8 +81,9 @@ Status CudaBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
     through_host.entries.assign(rest, on_device.entries.end());
     on_device.entries.erase(rest, on_device.entries.end());
     HORORING_RETURN_IF_ERROR(RunOnDevice(on_device, timeout, trace));
-    HORORING_RETURN_IF_ERROR(staged_.Run(through_host, device_, timeout, trace));
+    HORORING_RETURN_IF_ERROR(staged_.Run(through_host, *device_, timeout, trace));
   }
+  scratch_bytes_ = staged_.scratch_bytes() + (nccl_ != nullptr ? nccl_->fusion_bytes() : 0);
   std::shared_ptr<DeviceEvent> done;
   HORORING_RETURN_IF_ERROR(device_->Record(device_->stream(), &done));
   done_ = flight.done = std::move(done);
@@ -214,10 +215,6 @@ Status CudaBackend::Leave(TimeNs deadline) {
 
 void CudaBackend::BreakOff() {
   if (nccl_ != nullptr) nccl_->Abort();
-}
-
-size_t CudaBackend::scratch_bytes() const {
-  return staged_.scratch_bytes() + (nccl_ != nullptr ? nccl_->fusion_bytes() : 0);
 }
 
 }  // namespace hororing

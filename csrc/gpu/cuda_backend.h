@@ -39,7 +39,6 @@ class CudaBackend final : public Backend {
   bool on_device() const override { return true; }
   bool Supports(const Batch& batch) const override { return batch.on_device; }
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
-  size_t scratch_bytes() const override;
   std::shared_ptr<const DeviceEvent> done() const override { return done_; }
   Status Poll() override;
   Status Leave(TimeNs deadline) override;

@@ -138,10 +138,6 @@ Device::~Device() {
   {
     const Current current(*this);
     if (module_ != nullptr) api_->module_unload(module_);
-    for (const Released& ended : released_) {  // nothing is in the streams any more
-      api_->mem_free(ended.memory);
-      api_->event_destroy(ended.unused);
-    }
     if (stream_ != nullptr) api_->stream_destroy(stream_);
   }
   api_->primary_ctx_release(device_);
@@ -214,60 +210,18 @@ Status Device::Allocate(size_t bytes, std::shared_ptr<DeviceMemory>* memory) con
   const Current current(*this);
   HORORING_RETURN_IF_ERROR(current.status());
   CuAddress address = 0;
-  if (has_pools_) {
-    HORORING_RETURN_IF_ERROR(api_->CheckMemory(api_->mem_alloc_async(&address, bytes, stream_),
-                                               "cuMemAllocAsync", bytes));
-  } else {
-    HORORING_RETURN_IF_ERROR(AllocateWithoutPools(bytes, &address));
-  }
+  HORORING_RETURN_IF_ERROR(
+      has_pools_ ? api_->CheckMemory(api_->mem_alloc_async(&address, bytes, stream_),
+                                     "cuMemAllocAsync", bytes)
+                 : api_->CheckMemory(api_->mem_alloc(&address, bytes), "cuMemAlloc", bytes));
   *memory = std::make_shared<DeviceMemory>(shared_from_this(), address);
   return Status::Ok();
 }
 
 Status Device::ReleaseMemory(CuAddress address, CuStream stream) const {
   if (has_pools_) return api_->Check(api_->mem_free_async(address, stream), "cuMemFreeAsync");
-  Released ended{address, nullptr};
-  HORORING_RETURN_IF_ERROR(
-      api_->Check(api_->event_create(&ended.unused, kCuEventDisableTiming), "cuEventCreate"));
-  const CuResult recorded = api_->event_record(ended.unused, stream);
-  if (recorded != kCuSuccess) {  // it is unknown when it may be freed, so it never is
-    api_->event_destroy(ended.unused);
-    return api_->Check(recorded, "cuEventRecord");
-  }
-  std::lock_guard<std::mutex> lock(released_mutex_);
-  released_.push_back(ended);
-  return Status::Ok();
-}
-
-Status Device::AllocateWithoutPools(size_t bytes, CuAddress* address) const {
-  FreeReleased(/*wait=*/false);
-  CuResult result = api_->mem_alloc(address, bytes);
-  if (result != kCuSuccess) {
-    FreeReleased(/*wait=*/true);
-    result = api_->mem_alloc(address, bytes);
-  }
-  return api_->CheckMemory(result, "cuMemAlloc", bytes);
-}
-
-// cuMemFree itself need not wait for the streams. No call is made under the mutex.
-void Device::FreeReleased(bool wait) const {
-  std::vector<Released> looked_at, kept;
-  {
-    std::lock_guard<std::mutex> lock(released_mutex_);
-    looked_at.swap(released_);
-  }
-  for (const Released& ended : looked_at) {
-    const CuResult reached =
-        wait ? api_->event_synchronize(ended.unused) : api_->event_query(ended.unused);
-    if (reached != kCuSuccess) {
-      kept.push_back(ended);
-      continue;
-    }
-    api_->mem_free(ended.memory);
-    api_->event_destroy(ended.unused);
-  }
-  std::lock_guard<std::mutex> lock(released_mutex_);
-  released_.insert(released_.end(), kept.begin(), kept.end());
+  HORORING_RETURN_IF_ERROR(api_->Check(api_->stream_synchronize(stream), "cuStreamSynchronize"));
+  return api_->Check(api_->mem_free(address), "cuMemFree");
 }
 
 Status Device::AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memory) const {

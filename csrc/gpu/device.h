@@ -4,7 +4,8 @@
 //   framework's stream   ... backward | event ----------- wait | step ...
 //   private stream           wait ----+ pack reduce unpack | event ----+
 //
-// No function blocks the host, except those that allocate.
+// No function blocks the host, except those that allocate, and those that end memory where the
+// device has no memory pools.
 //
 // Thread-safety: any function from any thread. Only the loop puts work into the private stream, so
 // it determines its order.
@@ -13,7 +14,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -143,8 +143,6 @@ class Device : public std::enable_shared_from_this<Device> {
       : api_(std::move(api)), ordinal_(ordinal) {}
   Status Start();
   Status CopyByKernel(const std::vector<DeviceCopy>& copies) const;
-  Status AllocateWithoutPools(size_t bytes, CuAddress* address) const;
-  void FreeReleased(bool wait) const;
 
   const std::shared_ptr<const CudaApi> api_;
   const int ordinal_;
@@ -154,13 +152,6 @@ class Device : public std::enable_shared_from_this<Device> {
   CuModule module_ = nullptr;
   CuFunction copy_many_ = nullptr;  // null: one copy after the other
   bool has_pools_ = true;           // of memory; some virtual GPUs have none
-  // Without pools: memory that some stream may still use, until it has come to the event.
-  struct Released {
-    CuAddress memory;
-    CuEvent unused;
-  };
-  mutable std::mutex released_mutex_;
-  mutable std::vector<Released> released_;  // GUARDED_BY(released_mutex_)
   std::string name_;
   CuUuid uuid_ = {};
 };

@@ -9,9 +9,6 @@ Status NcclApi::Load(const std::string& paths, NcclApi* api) {
   if (!api->library.Find(#symbol, api->member.place())) missing += std::string(" ") + #symbol;
   HORORING_NCCL_FUNCTIONS(HORORING_FIND)
 #undef HORORING_FIND
-#define HORORING_LOOK(member, symbol, parameters) api->library.Find(#symbol, api->member.place());
-  HORORING_NCCL_OPTIONAL_FUNCTIONS(HORORING_LOOK)
-#undef HORORING_LOOK
   if (!api->library.Find("ncclGetErrorString", &api->get_error_string)) missing += " errors";
   api->library.Find("ncclGetLastError", &api->get_last_error);
   const std::string where = "NCCL of " + api->library.path();

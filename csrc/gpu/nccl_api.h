@@ -1,7 +1,7 @@
 // The functions that we use of NCCL, libnccl.so.2, which is found at run time.
 //
 // Names, numbers and signatures: nccl.h of NCCL 2.32.3. The least version is 2.14, the first with
-// communicators that do not block; what came later is looked for and may be missing.
+// communicators that do not block.
 // tests/python/test_gpu_declarations.py compares them with the real header where there is one.
 #pragma once
 
@@ -80,18 +80,10 @@ constexpr int kMinNcclVersionOfGroupedAborts = 22200;
     (NcclOp * op, void* scalar, NcclType type, int residence, NcclComm comm))                  \
   X(op_destroy, ncclRedOpDestroy, (NcclOp op, NcclComm comm))
 
-// From 2.19 on.
-#define HORORING_NCCL_OPTIONAL_FUNCTIONS(X)                                                      \
-  X(mem_alloc, ncclMemAlloc, (void** memory, size_t bytes))                                      \
-  X(mem_free, ncclMemFree, (void* memory))                                                       \
-  X(comm_register, ncclCommRegister, (NcclComm comm, void* memory, size_t bytes, void** handle)) \
-  X(comm_deregister, ncclCommDeregister, (NcclComm comm, void* handle))
-
 struct NcclApi {
 #define HORORING_MEMBER(member, symbol, parameters) \
   Watched<NcclResult parameters> member{#symbol, "NCCL"};
   HORORING_NCCL_FUNCTIONS(HORORING_MEMBER)
-  HORORING_NCCL_OPTIONAL_FUNCTIONS(HORORING_MEMBER)
 #undef HORORING_MEMBER
   const char* (*get_error_string)(NcclResult result) = nullptr;
   const char* (*get_last_error)(NcclComm comm) = nullptr;
@@ -103,7 +95,6 @@ struct NcclApi {
   static Status Load(const std::string& paths, NcclApi* api);
   // "2.32.3"
   std::string version_text() const;
-  bool registers() const { return mem_alloc && mem_free && comm_register && comm_deregister; }
 
   // kTransport: "ncclAllReduce of NCCL 2.32.3: invalid usage: text of the last error".
   Status Check(NcclResult result, const char* call, NcclComm comm = nullptr) const;

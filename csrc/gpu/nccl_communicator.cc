@@ -170,7 +170,6 @@ Status NcclCommunicator::Poll() const {
 Status NcclCommunicator::Leave(TimeNs deadline) {
   const Device::Current current(*device_);
   HORORING_RETURN_IF_ERROR(current.status());
-  HORORING_RETURN_IF_ERROR(Deregister());
   HORORING_RETURN_IF_ERROR(Settle(api_->comm_finalize(comm_), "ncclCommFinalize", deadline));
   const NcclResult destroyed = api_->comm_destroy(std::exchange(comm_, nullptr));
   // There is nothing left to ask whether it has come to its end.
@@ -206,20 +205,12 @@ Status NcclCommunicator::MakeFusionBuffer(size_t bytes, TimeNs deadline) {
   if (std::exchange(fusion_asked_, true)) return Status::Ok();
   const Device::Current current(*device_);
   HORORING_RETURN_IF_ERROR(current.status());
-  struct Got {
-    int32_t memory = 0, registered = 0;
-  } mine;
-  const Status allocated = AllocateFusion(bytes);
-  mine.memory = allocated.ok();
-  mine.registered = registration_ != nullptr;
-  std::vector<Got> all(static_cast<size_t>(transport_.size()));
+  const Status allocated = device_->AllocatePlain(bytes, &fusion_);
+  const char mine = allocated.ok() ? 1 : 0;
+  std::vector<char> all(static_cast<size_t>(transport_.size()));
   HORORING_RETURN_IF_ERROR(AllgatherV(
       transport_, &mine, std::vector<size_t>(all.size(), sizeof mine), all.data(), deadline));
-  const auto lacks = [](const Got& got) { return got.memory == 0; };
-  if (std::any_of(all.begin(), all.end(), [](const Got& got) { return got.registered == 0; })) {
-    HORORING_RETURN_IF_ERROR(Deregister());
-  }
-  const auto without = std::find_if(all.begin(), all.end(), lacks);
+  const auto without = std::find(all.begin(), all.end(), 0);
   if (without == all.end()) {
     fusion_bytes_ = bytes;
     return Status::Ok();
@@ -236,27 +227,8 @@ Status NcclCommunicator::MakeFusionBuffer(size_t bytes, TimeNs deadline) {
   return Status::Ok();
 }
 
-Status NcclCommunicator::AllocateFusion(size_t bytes) {
-  fusion_is_nccls_ =
-      api_->registers() && api_->mem_alloc(&fusion_, bytes) == kNcclSuccess && fusion_ != nullptr;
-  if (!fusion_is_nccls_) return device_->AllocatePlain(bytes, &fusion_);
-  // Optional: where it cannot be registered it works as other memory does.
-  if (api_->comm_register(comm_, fusion_, bytes, &registration_) != kNcclSuccess) {
-    registration_ = nullptr;
-  }
-  return Status::Ok();
-}
-
-Status NcclCommunicator::Deregister() {
-  if (registration_ == nullptr) return Status::Ok();
-  return api_->Check(api_->comm_deregister(comm_, std::exchange(registration_, nullptr)),
-                     "ncclCommDeregister", comm_);
-}
-
 void NcclCommunicator::FreeFusion() {
-  void* const memory = std::exchange(fusion_, nullptr);
-  if (memory == nullptr) return;
-  fusion_is_nccls_ ? static_cast<void>(api_->mem_free(memory)) : device_->Free(memory);
+  if (fusion_ != nullptr) device_->Free(std::exchange(fusion_, nullptr));
 }
 
 }  // namespace hororing

@@ -51,8 +51,7 @@ class NcclCommunicator {
   // to step would fill NCCL's table.
   Status LimitScaledSums();
   // Memory for fusion, allocated once. All ranks call it, with the same `bytes`, and exchange the
-  // result. The buffer exists on all ranks or on none, because they must make the same calls, and
-  // is registered on all or none, because NCCL leaves a mixture undefined.
+  // result. The buffer exists on all ranks or on none, because they must make the same calls.
   Status MakeFusionBuffer(size_t bytes, TimeNs deadline);
   std::byte* fusion_buffer() const { return static_cast<std::byte*>(fusion_); }
   size_t fusion_bytes() const { return fusion_bytes_; }  // 0: there is none
@@ -66,8 +65,6 @@ class NcclCommunicator {
       : api_(std::move(api)), device_(std::move(device)), transport_(transport) {}
   Status Join(TimeNs deadline);
   Status Settle(NcclResult begun, const char* call, TimeNs deadline);
-  Status AllocateFusion(size_t bytes);
-  Status Deregister();
   void FreeFusion();
   void SleepAfterAbort() const;
 
@@ -79,8 +76,6 @@ class NcclCommunicator {
   std::map<std::pair<DataType, double>, NcclOp> scaled_sums_;
   bool fusion_asked_ = false;
   void* fusion_ = nullptr;
-  void* registration_ = nullptr;  // of fusion_
-  bool fusion_is_nccls_ = false;
   size_t fusion_bytes_ = 0;
 };
 

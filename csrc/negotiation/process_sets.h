@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -31,31 +32,18 @@ struct ProcessSet {
 class MemberSet {
  public:
   void Clear(size_t size) {
-    size_ = size;
+    added_.assign(size, 0);
     count_ = 0;
-    few_ = 0;
-    if (size > 64) many_.assign(size, 0);
   }
-  bool Has(size_t index) const {
-    return size_ <= 64 ? (few_ >> index & 1) != 0 : many_[index] != 0;
-  }
-  void Add(size_t index) {
-    if (Has(index)) return;
-    ++count_;
-    if (size_ <= 64) {
-      few_ |= uint64_t{1} << index;
-    } else {
-      many_[index] = 1;
-    }
-  }
-  size_t size() const { return size_; }    // of the process set
-  size_t count() const { return count_; }  // that were added
-  bool all() const { return count_ == size_; }
+  bool Has(size_t index) const { return added_[index] != 0; }
+  void Add(size_t index) { count_ += std::exchange(added_[index], 1) == 0 ? 1 : 0; }
+  size_t size() const { return added_.size(); }  // of the process set
+  size_t count() const { return count_; }        // that were added
+  bool all() const { return count_ == size(); }
 
  private:
-  size_t size_ = 0, count_ = 0;
-  uint64_t few_ = 0;        // sets of up to 64: one bit each
-  std::vector<char> many_;  // larger sets
+  std::vector<char> added_;
+  size_t count_ = 0;
 };
 
 class ProcessSets {

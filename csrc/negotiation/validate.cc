@@ -33,11 +33,6 @@ struct Check {
   std::string remedy;
 };
 
-// Collectives whose first dimensions, or splits, may differ between ranks.
-bool MayDifferInRows(Collective kind) {
-  return kind == Collective::kAllgather || kind == Collective::kAlltoall;
-}
-
 std::vector<Check> ChecksOfTensor(const Request& first, size_t index) {
   const std::string which =
       first.tensors.size() > 1 ? " of tensor " + std::to_string(index) + " of the group" : "";
@@ -45,7 +40,7 @@ std::vector<Check> ChecksOfTensor(const Request& first, size_t index) {
   checks.push_back({"data types" + which,
                     [index](const Request& r) { return std::string(Name(r.tensors[index].dtype)); },
                     "Every rank must pass the same data type; convert it before the call."});
-  if (MayDifferInRows(first.kind)) {
+  if (IsGathering(first.kind)) {
     checks.push_back(
         {"numbers of dimensions" + which,
          [index](const Request& r) { return Counted(r.tensors[index].shape.size(), "dimension"); },
@@ -124,7 +119,7 @@ Status Compare(const std::vector<const Request*>& requests, const std::vector<in
 
 // A cheap exact comparison, so that the texts above are made only for a difference.
 bool Compatible(const Request& a, const Request& b) {
-  if (!MayDifferInRows(a.kind)) return a == b;
+  if (!IsGathering(a.kind)) return a == b;
   if (a.kind != b.kind || a.tensors.size() != b.tensors.size()) return false;
   for (size_t i = 0; i < a.tensors.size(); ++i) {
     const Request::Tensor &x = a.tensors[i], &y = b.tensors[i];

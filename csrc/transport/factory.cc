@@ -168,11 +168,10 @@ Status MakeTcp(Bootstrap& bootstrap, const Topology& topology, const WorldOption
   const std::string host = topology.hosts.size() == 1 ? "127.0.0.1" : options.address;
   Socket listener;
   std::string address;
-  Status mine = host.empty()
-                    ? Status(Code::kTransport,
-                             "it has no address that other hosts reach; set HORORING_INTERFACE")
-                    : Listen(host, &listener, &address);
-  if (mine.ok()) mine = SetCongestion(listener.fd(), options.congestion);
+  const Status mine =
+      host.empty() ? Status(Code::kTransport,
+                            "it has no address that other hosts reach; set HORORING_INTERFACE")
+                   : Listen(host, &listener, &address);
   std::vector<std::string> addresses, errors, keys;
   HORORING_RETURN_IF_ERROR(bootstrap.Share(address, deadline, &addresses));
   HORORING_RETURN_IF_ERROR(bootstrap.Share(mine.message(), deadline, &errors));
@@ -184,7 +183,6 @@ Status MakeTcp(Bootstrap& bootstrap, const Topology& topology, const WorldOption
     tcp.key = keys[0];
   }
   tcp.spin_ns = options.spin_ns;
-  tcp.congestion = options.congestion;
   return TcpTransport::Make(topology.rank, std::move(addresses), std::move(listener), tcp,
                             transport);
 }

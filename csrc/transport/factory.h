@@ -46,10 +46,9 @@ struct WorldOptions {
   std::string transport;  // "auto", "shm", "tcp" or "mpi"
   // How the ranks find one another; null: through MPI. Borrowed.
   Bootstrap* bootstrap = nullptr;
-  std::string address;           // of this host, as other hosts reach it; "": unknown
-  std::string key;               // the job's secret, for TCP; "": `bootstrap` shares one
-  std::string fabric;            // a network of this host on which MPI is faster; "": none
-  std::string congestion;        // TCP's congestion control; "": the kernel's default
+  std::string address;           // of this host, as other hosts reach it; "": not known
+  std::string key;               // of the job, secret: for TCP; "": one that `bootstrap` shares
+  std::string fabric;            // a network of this host that is faster with MPI; "": none
   std::string mpi_library_path;  // the layer for the MPI that is loaded
   MpiWorld mpi;
   TimeNs spin_ns = 0;

@@ -29,7 +29,7 @@ namespace hororing {
 constexpr size_t kCacheLine = 64;
 
 // How far one rank has come with the batches of one process set in the direct allreduce
-// (backend/shm_direct.h): blocks published so far. Written by that rank only.
+// (backend/shared_memory_backend.h): blocks published so far. Written by that rank only.
 struct DirectProgress {
   alignas(kCacheLine) std::atomic<uint64_t> packed{0};    // its block lies in its slot
   alignas(kCacheLine) std::atomic<uint64_t> reduced{0};   // its slice of the block is reduced

@@ -13,7 +13,6 @@ _FALSE = ("0", "false", "no", "off")
 _SIZES = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _SIZES |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LEVELS = {"trace": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
-_ALGORITHMS = ("auto", "ring", "recursive_doubling", "three_phase", "leader")
 
 
 class BadText(Exception):
@@ -110,26 +109,12 @@ def _parse_fusion(text: str) -> str | int:
     return "ready" if text.lower() == "ready" else _parse_bytes(text)
 
 
-def _parse_chunk(text: str) -> int:
-    value = _parse_bytes(text)
-    if value and not 2**12 <= value <= 2**30:
-        raise BadText
-    return value
-
-
 def _parse_steps(text: str) -> tuple[int, int]:
     first, colon, last = text.partition(":")
     steps = parse_number(first, int, 1, 2**62), parse_number(last, int, 1, 2**62)
     if not colon or steps[0] > steps[1]:
         raise BadText
     return steps
-
-
-def _parse_algorithms(text: str) -> str:
-    names = [name.strip() for name in text.lower().split(",")]
-    if len(names) not in (1, 3) or not set(names) <= set(_ALGORITHMS):
-        raise BadText
-    return ",".join(names)
 
 
 BOOL = Form(f"one of {', '.join(_TRUE + _FALSE)}", _parse_bool, lambda value: str(int(value)))
@@ -139,7 +124,6 @@ BYTES = Form(
     _show_bytes,
 )
 PATH = Form("a path", str)
-NAME = Form("a name", str)
 CORES = Form(
     "core numbers separated by commas, one for each rank of a host",
     _parse_cores,
@@ -149,11 +133,6 @@ FUSION = Form(
     f"ready, or {BYTES.accepted}",
     _parse_fusion,
     lambda value: value if isinstance(value, str) else _show_bytes(value),
-)
-CHUNK = Form("0, or 4KiB to 1GiB", _parse_chunk, _show_bytes)
-ALGORITHMS = Form(
-    f"one of {', '.join(_ALGORITHMS)}; or three of them separated by commas",
-    _parse_algorithms,
 )
 STEPS = Form(
     "FROM:TO, whole numbers from 1, such as 100:110",

@@ -11,14 +11,11 @@ from typing import Any
 
 from hororing.config import horovod_variables
 from hororing.config.forms import (
-    ALGORITHMS,
     BOOL,
     BYTES,
-    CHUNK,
     CORES,
     FUSION,
     LEVEL,
-    NAME,
     PATH,
     STEPS,
     Form,
@@ -211,13 +208,6 @@ KNOBS: tuple[Knob, ...] = (
         "use, or that of the default route",
     ),
     Knob(
-        "TCP_CONGESTION",
-        NAME,
-        None,
-        "congestion control of TCP, such as cubic or dctcp, one that /proc/sys/net/ipv4/"
-        "tcp_allowed_congestion_control lists; unset: the system's",
-    ),
-    Knob(
         "BACKEND",
         choice("auto", "host", "shm_direct"),
         "auto",
@@ -226,22 +216,13 @@ KNOBS: tuple[Knob, ...] = (
         scope="all",
     ),
     Knob(
-        "CHUNK_BYTES",
-        CHUNK,
-        0,
-        "block size of allreduces through shared memory, and message size of rings, rounded as "
-        "needed; 0: the backend chooses, by the size of the batch",
-        unit="bytes",
-        scope="all",
-    ),
-    Knob(
         "ALGORITHM",
-        ALGORITHMS,
+        choice("auto", "ring", "recursive_doubling", "three_phase"),
         "auto",
-        "algorithm of allreduces over several hosts: one for batches of any size, or three for "
-        "up to 64 KiB, up to 4 MiB and larger; auto: the cheapest for the size, by message "
-        "costs between the hosts, which init measures; three_phase and leader need shared "
-        "memory on each host; REPRODUCIBLE=1 allows only auto, because it sums in rank order",
+        "algorithm of allreduces over several hosts; three_phase needs shared memory on each host; "
+        "auto: three_phase if it can be had, otherwise the cheaper of the other two for the size, "
+        "by message costs between the hosts, which init measures; REPRODUCIBLE=1 allows only auto, "
+        "because it sums in rank order",
         scope="all",
     ),
     Knob(

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "backend/host_backend.h"
-#include "backend/shm_direct.h"
+#include "backend/shared_memory_backend.h"
 #include "base/clock.h"
 #include "base/reduce.h"
 #include "check.h"
@@ -28,10 +28,20 @@ namespace hororing {
 using Bytes = std::vector<unsigned char>;
 constexpr TimeNs kLimit = 60 * kSecond;  // a hang is a failure, not a hanging test
 
+// For ranks of one host, `members` of those that `shared` connects.
+inline std::unique_ptr<SharedMemoryBackend> DirectBackend(ShmTransport& shared,
+                                                          const Members& members,
+                                                          const AllreduceOptions& options = {}) {
+  const auto size = static_cast<size_t>(shared.size());
+  return std::make_unique<SharedMemoryBackend>(
+      shared, shared, MakeTopology(shared.rank(), std::vector<std::string>(size)), members,
+      options);
+}
+
 // N ranks as threads, each with both backends.
 struct Rank {
   std::unique_ptr<Transport> transport;
-  std::unique_ptr<ShmDirectBackend> direct;
+  std::unique_ptr<SharedMemoryBackend> direct;
   std::unique_ptr<HostBackend> host;
   TraceSink trace;
 
@@ -47,8 +57,7 @@ class TestWorld {
       auto rank = std::make_unique<Rank>();
       rank->transport = std::move(transport);
       auto& shared = dynamic_cast<ShmTransport&>(*rank->transport);
-      rank->direct = std::make_unique<ShmDirectBackend>(shared, Members::World(shared.size()),
-                                                        options.chunk_bytes);
+      rank->direct = DirectBackend(shared, Members::World(shared.size()), options);
       rank->host = std::make_unique<HostBackend>(*rank->transport, options);
       ranks_.push_back(std::move(rank));
     }

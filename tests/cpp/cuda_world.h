@@ -38,8 +38,7 @@ inline void NothingForbidden() {
 
 inline void NothingLeft() {
   NothingForbidden();
-  for (const char* what :
-       {"events", "streams", "memory", "pinned", "communicators", "contexts", "registered"}) {
+  for (const char* what : {"events", "streams", "memory", "pinned", "communicators", "contexts"}) {
     if (fake_gpu_count(what) != 0) {
       hororing_test::Fail(__FILE__, __LINE__,
                           std::to_string(fake_gpu_count(what)) + " " + what + " are left");

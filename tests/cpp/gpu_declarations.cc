@@ -37,9 +37,6 @@ HORORING_CUDA_FUNCTIONS(CHECK_CUDA)
 #define CHECK_NCCL(member, symbol, parameters) \
   static_assert(Same(decltype(NcclApi::member)::Pointer{}, decltype(&symbol){}), #symbol);
 HORORING_NCCL_FUNCTIONS(CHECK_NCCL)
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 19, 0)
-HORORING_NCCL_OPTIONAL_FUNCTIONS(CHECK_NCCL)
-#endif
 
 static_assert(kCuSuccess == CUDA_SUCCESS && kCuNotReady == CUDA_ERROR_NOT_READY);
 static_assert(kCuFirstCaptureError == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);

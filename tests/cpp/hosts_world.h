@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "backend/hierarchical.h"
+#include "backend/shared_memory_backend.h"
 #include "backend_world.h"
 #include "faulty_transport.h"
 #include "queue_transport.h"
@@ -77,15 +77,13 @@ class HostsWorld {
     return dynamic_cast<CheckedTransport&>(*world(rank).transport);
   }
   // For batches of `members`; of all ranks, where there are none.
-  std::unique_ptr<HierarchicalBackend> Backend(int rank, Algorithm algorithm,
-                                               WireCost wire_cost = {}, Members members = {},
-                                               size_t chunk_bytes = 0) {
+  std::unique_ptr<SharedMemoryBackend> Backend(int rank, Algorithm algorithm,
+                                               WireCost wire_cost = {}, Members members = {}) {
     AllreduceOptions options;
-    options.algorithms.fill(algorithm);
-    options.chunk_bytes = chunk_bytes;
+    options.algorithm = algorithm;
     options.wire = wire_cost;
     if (members.ranks.empty()) members = Members::World(size());
-    return std::make_unique<HierarchicalBackend>(*world(rank).transport,
+    return std::make_unique<SharedMemoryBackend>(*world(rank).transport,
                                                  dynamic_cast<ShmTransport&>(*world(rank).local),
                                                  world(rank).topology, members, options);
   }

@@ -89,8 +89,7 @@ FAKE int fake_gpu_set(const char* name, int64_t value) {
       {"hang_after", &settings.hang_after},
       {"hang_ranks", &settings.hang_ranks},
       {"async_error_after", &settings.async_error_after},
-      {"no_memory_on", &settings.no_memory_on},
-      {"no_registration_on", &settings.no_registration_on}};
+      {"no_memory_on", &settings.no_memory_on}};
   const auto found = known.find(name);
   if (found == known.end()) return -1;
   *found->second = value;
@@ -106,7 +105,7 @@ FAKE void fake_gpu_reset(void) {
   settings.hang_ranks = settings.no_module = settings.no_pools = settings.capturing =
       settings.init_fails = settings.init_hangs = 0;
   settings.hang_after = settings.async_error_after = -1;
-  settings.no_memory_on = settings.no_registration_on = -1;
+  settings.no_memory_on = -1;
 }
 
 FAKE void fake_gpu_hang_in(const char* function, int device) {
@@ -138,7 +137,6 @@ FAKE int64_t fake_gpu_count(const char* what) {
       {"pinned", &counts.pinned},
       {"communicators", &counts.communicators},
       {"contexts", &counts.contexts},
-      {"registered", &counts.registered},
       {"operations", &counts.operations},
       {"collectives", &counts.collectives},
       {"aborts", &counts.aborts},

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <vector>
 
+#include "fake_gpu.h"
 #include "streams.h"
 
 namespace fake_gpu {
@@ -249,13 +250,10 @@ FAKE int cuEventQuery(void* handle) {
   std::lock_guard<std::mutex> lock(event->mutex);
   return event->reached == event->recorded ? 0 : kNotReady;
 }
-FAKE int cuEventSynchronize(void* handle) {
+FAKE int cuStreamSynchronize(void* stream) {
   Visit(__func__);
-  const std::shared_ptr<Event> event = Events().Find(handle, "an event");
-  if (event == nullptr) return kInvalidValue;
   if (BreaksCapture() != 0) return kCaptureUnsupported;
-  std::unique_lock<std::mutex> lock(event->mutex);
-  event->changed.wait(lock, [&] { return event->reached == event->recorded; });
+  fake_gpu_synchronize(stream);
   return 0;
 }
 FAKE int cuStreamWaitEvent(void* stream, void* handle, unsigned) {

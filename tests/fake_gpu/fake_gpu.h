@@ -28,8 +28,7 @@ extern "C" {
  *   hang_after       the number of collectives after which all hang, until the abort; -1: none
  *   hang_ranks       those of communicators of so many ranks; 0: of all
  *   async_error_after  the same, after which communicators tell of an error
- *   no_memory_on, no_registration_on   the device that has no memory (for plain allocations and
- *                    those of NCCL), or none that can be registered; -1: none */
+ *   no_memory_on     the device that has no memory for plain allocations; -1: none */
 int fake_gpu_set(const char* name, int64_t value);
 void fake_gpu_reset(void);
 
@@ -43,7 +42,7 @@ int fake_gpu_hanging(void);
  * first one as text (static). */
 int fake_gpu_violations(const char** first);
 /* Live objects: "events", "streams", "memory", "pinned", "communicators", "contexts",
- * "registered", "operations"; and "collectives", "aborts", "kernels", "copies", "recorded"
+ * "operations"; and "collectives", "aborts", "kernels", "copies", "recorded"
  * (events): done so far. */
 int64_t fake_gpu_count(const char* what);
 

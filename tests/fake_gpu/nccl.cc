@@ -103,14 +103,6 @@ double FactorOf(Comm* comm, int op) {
   return found == comm->factors.end() ? 1 : found->second;
 }
 
-int IsRegistered(Comm* comm, const void* send) {
-  const char* at = static_cast<const char*>(send);
-  for (const auto& [begin, bytes] : comm->registered) {
-    if (at >= begin && at < begin + bytes) return 1;
-  }
-  return 0;
-}
-
 // The rest of a communicator's making: waits for the other ranks.
 void Start(Comm* comm) {
   ++comm->shared->arrived;
@@ -127,7 +119,6 @@ int End(Comm* comm, bool abort) {
     return kInvalidUsage;
   }
   if (abort) comm->aborted = true;
-  counts.registered -= static_cast<int64_t>(comm->registered.size());
   counts.operations -= static_cast<int64_t>(comm->factors.size());
   if (!abort && comm->state == kInProgress) Violation("a communicator ends before it is finalized");
   const bool in_group = depth > 0 && settings.nccl_version >= 22200;
@@ -268,10 +259,8 @@ FAKE int ncclAllReduce(const void* send, void* receive, size_t count, int type, 
                        void* stream) {
   Visit(__func__);
   const double factor = FactorOf(comm, op);
-  const int registered = IsRegistered(comm, send);
   return Collective(comm, stream, [=] {
-    Header header = HeaderOf("allreduce", count * SizeOf(type), type, op);
-    header.registered = registered;
+    const Header header = HeaderOf("allreduce", count * SizeOf(type), type, op);
     const auto all = Exchange(*comm, header, Multiplied(type, factor, send, count).data());
     Reduce(type, op, all, count, static_cast<char*>(receive));
   });
@@ -308,11 +297,9 @@ FAKE int ncclReduceScatter(const void* send, void* receive, size_t count, int ty
                            Comm* comm, void* stream) {
   Visit(__func__);
   const double factor = FactorOf(comm, op);
-  const int registered = IsRegistered(comm, send);
   return Collective(comm, stream, [=] {
     const size_t bytes = count * SizeOf(type), ranks = static_cast<size_t>(comm->ranks);
-    Header header = HeaderOf("reducescatter", bytes * ranks, type, op);
-    header.registered = registered;
+    const Header header = HeaderOf("reducescatter", bytes * ranks, type, op);
     auto all = Exchange(*comm, header, Multiplied(type, factor, send, count * ranks).data());
     for (auto& each : all) {
       each.erase(each.begin(), each.begin() + static_cast<long>(bytes) * comm->rank);
@@ -354,36 +341,6 @@ FAKE int ncclRedOpDestroy(int op, Comm* comm) {
   Visit(__func__);
   if (comm->factors.erase(op) == 0) Violation("an operation ends that does not exist, or no more");
   --counts.operations;
-  return kSuccess;
-}
-
-FAKE int ncclMemAlloc(void** memory, size_t bytes) {
-  Visit(__func__);
-  if (settings.no_memory_on == CurrentDevice()) return kUnhandledCudaError;
-  ++counts.memory;
-  *memory = std::malloc(bytes);
-  return HasContext() ? kSuccess : kInvalidUsage;
-}
-FAKE int ncclMemFree(void* memory) {
-  Visit(__func__);
-  --counts.memory;
-  std::free(memory);
-  return kSuccess;
-}
-FAKE int ncclCommRegister(Comm* comm, void* memory, size_t bytes, void** handle) {
-  Visit(__func__);
-  if (!Usable(comm)) return kInvalidUsage;
-  if (settings.no_registration_on == CurrentDevice()) return kUnhandledCudaError;
-  ++counts.registered;
-  comm->registered[static_cast<char*>(memory)] = bytes;
-  *handle = memory;
-  return kSuccess;
-}
-FAKE int ncclCommDeregister(Comm* comm, void* handle) {
-  Visit(__func__);
-  if (comm->dead) Violation("memory is deregistered at an ended communicator");
-  if (comm->registered.erase(static_cast<char*>(handle)) == 0) Violation("it is not registered");
-  --counts.registered;
   return kSuccess;
 }
 

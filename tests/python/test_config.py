@@ -181,22 +181,6 @@ def test_fusion_is_a_rule_or_a_threshold():
     assert (both["FUSION"], both["FUSION_BYTES"]) == ("ready", 2**20)
 
 
-def test_algorithms_are_given_for_all_sizes_or_by_size():
-    assert value("ALGORITHM", HORORING_ALGORITHM="Ring") == "ring"
-    by_size = "recursive_doubling,ring,auto"
-    assert value("ALGORITHM", HORORING_ALGORITHM="recursive_doubling, RING, auto") == by_size
-    for wrong in ("ring,ring", "ring,,ring", "tree"):
-        with pytest.raises(ValueError, match="three of them separated by commas"):
-            value("ALGORITHM", HORORING_ALGORITHM=wrong)
-
-
-def test_chunks_are_built_in_or_of_a_sensible_size():
-    assert value("CHUNK_BYTES", HORORING_CHUNK_BYTES="64KiB") == 2**16
-    assert value("CHUNK_BYTES", HORORING_CHUNK_BYTES="0") == 0
-    with pytest.raises(ValueError, match="0, or 4KiB to 1GiB"):
-        value("CHUNK_BYTES", HORORING_CHUNK_BYTES="100")
-
-
 def test_two_thresholds_that_differ_are_an_error():
     same = {"HORORING_FUSION": "4MiB", "HORORING_FUSION_BYTES": "4194304"}
     assert config.load(same)["FUSION_BYTES"] == 4 * 2**20
@@ -240,7 +224,6 @@ def test_every_shown_value_parses_back_to_itself(data: st.DataObject):
         forms.BYTES: st.integers(0, 2**40),
         forms.BOOL: st.booleans(),
         forms.PATH: st.text(string.ascii_letters + "/._-", min_size=1),
-        forms.NAME: st.text(string.ascii_letters, min_size=1),
         forms.CORES: st.lists(st.integers(0, 99999), min_size=1, max_size=8).map(tuple),
         forms.STEPS: st.tuples(*2 * [st.integers(1, 10**9)]).map(sorted).map(tuple),
     }

@@ -306,9 +306,10 @@ def test_algorithms_that_cannot_be_are_refused_on_every_rank(tmp_path: Path) -> 
         "try:\n    hvd.init()\nexcept Exception as error:\n"
         "    print(type(error).__name__, error)\n"
     )
+    phases = {"HORORING_ALGORITHM": "three_phase"}
     for hosts, remedy, environment in (
-        ("2,2 -s 12m", "use auto or ring", {"HORORING_ALGORITHM": "three_phase"}),
-        ("1,2", "use auto or ring", {"HORORING_ALGORITHM": "leader", "HORORING_BACKEND": "host"}),
+        ("2,2 -s 12m", "use auto or ring", phases),
+        ("1,2", "use auto or ring", phases | {"HORORING_BACKEND": "host"}),
         ("1,1", "leave out one", {"HORORING_ALGORITHM": "ring", "HORORING_REPRODUCIBLE": "1"}),
     ):
         size = sum(map(int, hosts.partition(" ")[0].split(",")))

@@ -213,7 +213,6 @@ void TcpTransport::Open(int peer, Plane plane, Link* link) {
                          (link == &channel.incoming ? 1 : 0);
   Status status = Watch(link->socket.fd(), kOfPeer + place, kAllEvents);
   if (status.ok()) status = SendAtOnce(link->socket.fd());
-  if (status.ok() && plane == kData) status = SetCongestion(link->socket.fd(), options_.congestion);
   if (status.ok()) {
     status = plane == kControl ? BreakWhenSilent(link->socket.fd(), options_.silent_ns)
                                : KeepAlive(link->socket.fd(), kDataIdleSeconds,

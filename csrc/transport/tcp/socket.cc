@@ -13,7 +13,6 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
-#include <fstream>
 #include <memory>
 
 namespace hororing {
@@ -130,17 +129,6 @@ Status Connect(const std::string& address, Socket* made) {
 Socket Accept(int listener) { return Socket(accept4(listener, nullptr, nullptr, kFlags)); }
 
 Status SendAtOnce(int fd) { return Set(fd, IPPROTO_TCP, TCP_NODELAY, 1, "TCP_NODELAY"); }
-
-Status SetCongestion(int fd, const std::string& algorithm) {
-  if (algorithm.empty() || setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, algorithm.data(),
-                                      static_cast<socklen_t>(algorithm.size())) == 0) {
-    return Status::Ok();
-  }
-  const std::string why = std::strerror(errno);
-  std::string allowed;
-  std::getline(std::ifstream("/proc/sys/net/ipv4/tcp_allowed_congestion_control"), allowed);
-  return Refused("HORORING_TCP_CONGESTION=" + algorithm, why + "; this host allows " + allowed);
-}
 
 void WakeFor(int fd, size_t bytes) {
   (void)Set(fd, SOL_SOCKET, SO_RCVLOWAT, static_cast<int>(bytes), "SO_RCVLOWAT").ok();

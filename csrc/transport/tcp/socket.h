@@ -38,10 +38,7 @@ Socket Accept(int listener);
 
 // Sends small messages at once.
 Status SendAtOnce(int fd);
-// `algorithm`: the kernel's congestion control, "" for its default. Accepted connections inherit
-// that of the listener.
-Status SetCongestion(int fd, const std::string& algorithm);
-// Read events come only when this many bytes, or the end of the stream, have arrived.
+// Events tell that there is something to read when that is so many bytes, or the end.
 void WakeFor(int fd, size_t bytes);
 // Probes an idle connection, and breaks it after this many probes without an answer. Firewalls
 // forget connections on which nothing is ever sent.

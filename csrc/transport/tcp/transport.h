@@ -38,8 +38,7 @@
 namespace hororing {
 
 struct TcpOptions {
-  std::string key;         // of the job; 32 bytes
-  std::string congestion;  // the kernel's algorithm; "": its default
+  std::string key;  // of the job; 32 bytes
   TimeNs spin_ns = 0;
   TimeNs silent_ns = 20 * kSecond;   // a network cut for this long loses the peer
   TimeNs connect_ns = 30 * kSecond;  // the longest time that making a connection may take

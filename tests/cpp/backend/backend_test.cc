@@ -137,9 +137,9 @@ TEST(process_sets_that_overlap_take_turns_in_the_slots) {
   }
   world.Run([&](int r, Rank& rank) {
     auto& shared = dynamic_cast<ShmTransport&>(*rank.transport);
-    std::vector<std::unique_ptr<ShmDirectBackend>> backends;
+    std::vector<std::unique_ptr<SharedMemoryBackend>> backends;
     for (const Members& members : sets) {
-      backends.push_back(std::make_unique<ShmDirectBackend>(shared, members));
+      backends.push_back(DirectBackend(shared, members));
     }
     for (auto& [set, c] : jobs) {
       const std::vector<int>& ranks = sets[set].ranks;
@@ -150,35 +150,6 @@ TEST(process_sets_that_overlap_take_turns_in_the_slots) {
     }
   });
   for (auto& [set, c] : jobs) CHECK_EQ(c->Judge(/*exact=*/true), std::string());
-}
-
-// Rank order on shm_direct; the ring's bits depend on its chunks, not on what they are cut into.
-TEST(chunks_of_any_size_change_no_bit) {
-  std::mt19937 random(hororing_test::Seed());
-  const ReduceSpec spec{DataType::kFloat32, ReduceOp::kAverage, 1, 1};
-  for (int ranks : {2, 3}) {
-    Case c(spec, {250001, 5, 70000}, ranks, random);
-    Bytes ring;
-    for (const size_t chunk_bytes : {0, 4096, 5000, 64 << 10, 1 << 20, 100}) {
-      AllreduceOptions options;
-      options.chunk_bytes = chunk_bytes;
-      options.algorithms.fill(Algorithm::kRing);
-      TestWorld world(ranks, options);
-      for (const char* backend : {"shm_direct", "host"}) {
-        c.Restore();
-        world.Run([&](int r, Rank& rank) {
-          CHECK_OK(rank.backend(backend).Run(c.BatchOf(r), After(NowNs(), kLimit), rank.trace));
-        });
-        const bool exact = std::string(backend) == "shm_direct";
-        CHECK_EQ(c.Judge(exact), std::string());
-        if (exact) continue;
-        const unsigned char* result = static_cast<unsigned char*>(c.BatchOf(0).entries[0].output);
-        const Bytes bits(result, result + 250001 * 4);
-        if (ring.empty()) ring = bits;
-        CHECK(bits == ring);
-      }
-    }
-  }
 }
 
 TEST(announced_failure_ends_the_peers_waits_and_names_the_rank) {
@@ -224,18 +195,11 @@ TEST(silent_peer_ends_in_an_error_at_the_deadline) {
   }
 }
 
-TEST(meaningless_specs_are_refused) {
+TEST(what_no_backend_runs_is_refused) {
   TestWorld world(1);
   Batch batch;
   batch.entries.resize(1);
-  batch.entries[0].reduce = {DataType::kBool, ReduceOp::kAverage, 1, 1};
   TraceSink trace;
-  CHECK(world.rank(0).direct->Run(batch, kForever, trace).code() == Code::kInvalidArgument);
-  CHECK(world.rank(0).host->Run(batch, kForever, trace).code() == Code::kInvalidArgument);
-  batch.entries[0].reduce.op = ReduceOp::kAdasum;
-  CHECK(world.rank(0).host->Run(batch, kForever, trace).code() == Code::kInvalidArgument);
-  batch.kind = Collective::kReducescatter;
-  CHECK(world.rank(0).host->Run(batch, kForever, trace).code() == Code::kInvalidArgument);
   for (const Collective kind :
        {Collective::kJoin, Collective::kAddProcessSet, Collective::kRemoveProcessSet}) {
     batch.kind = kind;
@@ -382,19 +346,20 @@ TEST(factory_prefers_shared_memory_and_says_what_is_wrong) {
   std::vector<std::unique_ptr<Transport>> ranks = MakeInprocWorld(2, 0);
   shared.transport = std::move(ranks[0]);
   plain.transport = std::make_unique<PlainTransport>();
-  std::vector<std::unique_ptr<Backend>> backends;
-  CHECK_OK(MakeBackends(options("auto", false), shared, &backends));
-  CHECK_EQ(names(backends), std::string("shm_direct host cuda "));
-  CHECK_OK(MakeBackends(options("shm_direct", false), shared, &backends));
-  CHECK_EQ(names(backends), std::string("shm_direct host cuda "));
-  CHECK_OK(MakeBackends(options("host", true), shared, &backends));
-  CHECK_EQ(names(backends), std::string("host cuda "));
-  CHECK_OK(MakeBackends(options("auto", false), plain, &backends));
-  CHECK_EQ(names(backends), std::string("host cuda "));
-  const Status refused = MakeBackends(options("shm_direct", false), plain, &backends);
+  shared.topology = plain.topology = MakeTopology(0, {"a", "a"});
+  const auto made = [&](const char* name, bool reproducible, const World& world) {
+    const BackendOptions chosen = options(name, reproducible);
+    CHECK_OK(CheckBackends(chosen, world));
+    return names(MakeBackends(chosen, world, *world.transport, Members::World(2)));
+  };
+  CHECK_EQ(made("auto", false, shared), std::string("shm_direct host cuda "));
+  CHECK_EQ(made("shm_direct", false, shared), std::string("shm_direct host cuda "));
+  CHECK_EQ(made("host", true, shared), std::string("host cuda "));
+  CHECK_EQ(made("auto", false, plain), std::string("host cuda "));
+  const Status refused = CheckBackends(options("shm_direct", false), plain);
   CHECK(refused.code() == Code::kInvalidArgument);
   CHECK(refused.message().find("plain") != std::string::npos);
-  const Status unknown = MakeBackends(options("fast", false), shared, &backends);
+  const Status unknown = CheckBackends(options("fast", false), shared);
   CHECK(unknown.code() == Code::kInvalidArgument);
   CHECK(unknown.message().find("fast") != std::string::npos);
 }

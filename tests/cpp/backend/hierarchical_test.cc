@@ -1,7 +1,7 @@
-// HierarchicalBackend's allreduce, and the flat algorithms beside it, among ranks on pretended
+// SharedMemoryBackend's allreduce, and the flat algorithms beside it, among ranks on pretended
 // hosts.
 
-#include "backend/hierarchical.h"
+#include "backend/shared_memory_backend.h"
 
 #include <memory>
 #include <string>
@@ -15,7 +15,7 @@ namespace hororing {
 namespace {
 
 // One host after the other, each in rank order: what the sum must be, bit by bit.
-std::string Check(HostsWorld& world, std::vector<std::unique_ptr<HierarchicalBackend>>& backends,
+std::string Check(HostsWorld& world, std::vector<std::unique_ptr<SharedMemoryBackend>>& backends,
                   const ReduceSpec& spec, const std::vector<size_t>& sizes, std::mt19937& random) {
   Case c(spec, sizes, world.size(), random);
   world.Run([&](int r) {
@@ -29,12 +29,11 @@ std::string Check(HostsWorld& world, std::vector<std::unique_ptr<HierarchicalBac
   return c.Judge(/*exact=*/false);
 }
 
-std::vector<std::unique_ptr<HierarchicalBackend>> Backends(HostsWorld& world, Algorithm algorithm,
-                                                           WireCost cost = {},
-                                                           size_t chunk_bytes = 0) {
-  std::vector<std::unique_ptr<HierarchicalBackend>> backends;
+std::vector<std::unique_ptr<SharedMemoryBackend>> Backends(HostsWorld& world, Algorithm algorithm,
+                                                           WireCost cost = {}) {
+  std::vector<std::unique_ptr<SharedMemoryBackend>> backends;
   for (int r = 0; r < world.size(); ++r) {
-    backends.push_back(world.Backend(r, algorithm, cost, {}, chunk_bytes));
+    backends.push_back(world.Backend(r, algorithm, cost));
   }
   return backends;
 }
@@ -43,18 +42,15 @@ TEST(every_type_and_operation_on_every_layout) {
   std::mt19937 random(hororing_test::Seed());
   size_t number = 0;
   for (const Hosts& hosts : kLayouts) {
-    for (const Algorithm algorithm : {Algorithm::kThreePhase, Algorithm::kLeader}) {
-      // Slots of 32 KiB: several blocks. No latency: nothing goes whole.
-      HostsWorld world(++number % 3 == 0 ? "queue" : "inproc", hosts, {}, 32 << 10);
-      auto backends = Backends(world, algorithm, {0, 1e-9});
-      for (const ReduceSpec& spec : AllreduceSpecs()) {
-        const std::vector<size_t> sizes = {random() % 1000, 0, 1, random() % 3000};
-        const std::string verdict = Check(world, backends, spec, sizes, random);
-        if (verdict.empty()) continue;
-        CHECK_EQ(Text(hosts) + ", " + Name(algorithm) + ", " + Describe(spec, sizes, world.size()) +
-                     ": " + verdict,
-                 std::string("right"));
-      }
+    // Slots of 32 KiB: several blocks. No latency: nothing goes whole.
+    HostsWorld world(++number % 3 == 0 ? "queue" : "inproc", hosts, {}, 32 << 10);
+    auto backends = Backends(world, Algorithm::kThreePhase, {0, 1e-9});
+    for (const ReduceSpec& spec : AllreduceSpecs()) {
+      const std::vector<size_t> sizes = {random() % 1000, 0, 1, random() % 3000};
+      const std::string verdict = Check(world, backends, spec, sizes, random);
+      if (verdict.empty()) continue;
+      CHECK_EQ(Text(hosts) + ", " + Describe(spec, sizes, world.size()) + ": " + verdict,
+               std::string("right"));
     }
   }
 }
@@ -123,20 +119,6 @@ TEST(large_batches_wrap_around_the_slots) {
   }
 }
 
-TEST(blocks_of_any_size_give_the_same_sums) {
-  std::mt19937 random(hororing_test::Seed());
-  const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
-  for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1}}) {
-    for (const size_t chunk_bytes : {64 << 10, 5000, 1 << 20}) {
-      for (const Algorithm algorithm : {Algorithm::kThreePhase, Algorithm::kLeader}) {
-        HostsWorld world("inproc", hosts);
-        auto backends = Backends(world, algorithm, {}, chunk_bytes);
-        CHECK_EQ(Check(world, backends, sum, {200000, 77, 20001}, random), std::string());
-      }
-    }
-  }
-}
-
 TEST(sixteen_bit_floats_are_rounded_once) {
   // 1 + 1/2048 of each of three ranks is exact in float32 and not in float16; in pairs it would
   // be rounded away.
@@ -201,44 +183,41 @@ TEST(bits_do_not_depend_on_what_a_tensor_is_fused_with) {
 TEST(a_rank_that_fails_in_any_phase_is_an_error_there_and_no_hang_elsewhere) {
   const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
   for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1, 2}}) {
-    for (const Algorithm algorithm : {Algorithm::kThreePhase, Algorithm::kLeader}) {
-      std::mt19937 random(1);
-      const int faulty = 1;
-      uint64_t operations = 0;
-      const auto run = [&](HostsWorld& world, const std::function<void(int, Status)>& ended) {
-        auto backends = Backends(world, algorithm, {0, 1e-9});
-        Case c(sum, {20000}, world.size(), random);
-        world.Run([&](int r) {
-          TraceSink trace;
-          ended(r,
-                backends[static_cast<size_t>(r)]->Run(c.BatchOf(r), After(NowNs(), kLimit), trace));
-        });
-      };
-      HostsWorld sound("inproc", hosts, {}, 16 << 10);
-      run(sound, [&](int r, const Status& status) {
-        CHECK_OK(status);
-        if (r == faulty) operations = sound.wire(r).operations();
+    std::mt19937 random(1);
+    const int faulty = 1;
+    uint64_t operations = 0;
+    const auto run = [&](HostsWorld& world, const std::function<void(int, Status)>& ended) {
+      auto backends = Backends(world, Algorithm::kThreePhase, {0, 1e-9});
+      Case c(sum, {20000}, world.size(), random);
+      world.Run([&](int r) {
+        TraceSink trace;
+        ended(r,
+              backends[static_cast<size_t>(r)]->Run(c.BatchOf(r), After(NowNs(), kLimit), trace));
       });
-      // A rank that owns no slice sends nothing that could go wrong.
-      CHECK(operations > 0 || algorithm == Algorithm::kLeader);
-      for (uint64_t at = 0; at < operations; at += 1 + operations / 6) {
-        Fault fault;
-        fault.kind = Fault::Kind::kFail;
-        fault.at = at;
-        HostsWorld world("inproc", hosts, {faulty, fault}, 16 << 10);
-        run(world, [&](int r, const Status& status) {
-          CHECK_EQ(world.wire(r).open(), 0u);
-          Transport& wire = world.wire(r);
-          if (r == faulty) {
-            CHECK(status.message().find("injected fault") != std::string::npos);
-            wire.AnnounceFailure({status.code(), status.message(), faulty});
-          } else if (!status.ok()) {
-            CHECK_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTransport));
-            CHECK_EQ(status.rank(), faulty);
-            wire.AnnounceFailure(status);
-          }
-        });
-      }
+    };
+    HostsWorld sound("inproc", hosts, {}, 16 << 10);
+    run(sound, [&](int r, const Status& status) {
+      CHECK_OK(status);
+      if (r == faulty) operations = sound.wire(r).operations();
+    });
+    CHECK(operations > 0);
+    for (uint64_t at = 0; at < operations; at += 1 + operations / 6) {
+      Fault fault;
+      fault.kind = Fault::Kind::kFail;
+      fault.at = at;
+      HostsWorld world("inproc", hosts, {faulty, fault}, 16 << 10);
+      run(world, [&](int r, const Status& status) {
+        CHECK_EQ(world.wire(r).open(), 0u);
+        Transport& wire = world.wire(r);
+        if (r == faulty) {
+          CHECK(status.message().find("injected fault") != std::string::npos);
+          wire.AnnounceFailure({status.code(), status.message(), faulty});
+        } else if (!status.ok()) {
+          CHECK_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTransport));
+          CHECK_EQ(status.rank(), faulty);
+          wire.AnnounceFailure(status);
+        }
+      });
     }
   }
 }
@@ -269,10 +248,12 @@ TEST(a_rank_that_does_not_come_is_named_on_its_host_and_on_others) {
 TEST(the_factory_offers_it_where_hosts_have_shared_memory) {
   HostsWorld world("queue", {0, 0, 1});
   const auto names = [&](const BackendOptions& options) {
-    std::vector<std::unique_ptr<Backend>> backends;
-    CHECK_OK(MakeBackends(options, world.world(0), &backends));
+    CHECK_OK(CheckBackends(options, world.world(0)));
+    const World& first = world.world(0);
     std::string text;
-    for (const auto& backend : backends) text += std::string(backend->name()) + " ";
+    for (const auto& backend : MakeBackends(options, first, *first.transport, Members::World(3))) {
+      text += std::string(backend->name()) + " ";
+    }
     return text;
   };
   BackendOptions options;
@@ -294,7 +275,7 @@ TEST(a_ring_goes_host_by_host_whatever_the_order_of_the_ranks) {
   std::atomic<int> crossing{0};
   world.Run([&](int r) {
     AllreduceOptions options;
-    options.algorithms.fill(Algorithm::kRing);
+    options.algorithm = Algorithm::kRing;
     HostBackend backend(*world.world(r).transport, options, world.world(r).topology.ranks_on());
     TraceSink trace;
     CHECK_OK(backend.Run(c.BatchOf(r), After(NowNs(), kLimit), trace));
@@ -309,50 +290,25 @@ TEST(a_ring_goes_host_by_host_whatever_the_order_of_the_ranks) {
 
 // ---- which one ----
 
-TEST(the_cheapest_algorithm_follows_the_costs) {
+TEST(the_cheapest_flat_algorithm_follows_the_costs) {
   const auto FloatsOf = [](size_t elements) {
     Volume volume;
     volume.Add({DataType::kFloat32, ReduceOp::kSum, 1, 1}, elements * 4);
     return volume;
   };
-  HostShape shape{2, 8, 4, 4, true};
+  const HostShape shape{2, 8, 4, 4};
   const WireCost gigabit{100e-6, 8e-9};
-  CHECK(Cheapest(FloatsOf(16 << 20), shape, gigabit) == Algorithm::kThreePhase);
-  // Bytes on the wire alone: 2 (N-1)/N against 2 (H-1)/H.
-  const double flat = Cost(Algorithm::kRing, FloatsOf(16 << 20), shape, gigabit);
-  const double phases = Cost(Algorithm::kThreePhase, FloatsOf(16 << 20), shape, gigabit);
-  CHECK_NEAR(flat / phases, 1.75, 0.05);
-  shape.shared = false;
-  CHECK(Cheapest(FloatsOf(16 << 20), shape, gigabit) == Algorithm::kRing);
-  CHECK(Cheapest(FloatsOf(1), shape, gigabit) == Algorithm::kRecursiveDoubling);
+  CHECK(CheapestFlat(FloatsOf(16 << 20), shape, gigabit) == Algorithm::kRing);
+  CHECK(CheapestFlat(FloatsOf(1), shape, gigabit) == Algorithm::kRecursiveDoubling);
   // Two hosts that exchange all: no more bytes than there and back, and half of the latency.
   CHECK(ExchangesWholeSlices(FloatsOf(1 << 20), 2, gigabit));
   CHECK(!ExchangesWholeSlices(FloatsOf(1 << 20), 4, gigabit));
   CHECK(ExchangesWholeSlices(FloatsOf(100), 4, gigabit));
 }
 
-TEST(algorithms_are_given_for_all_sizes_or_by_size) {
-  AllreduceOptions options;
-  CHECK_OK(Parse("leader", &options));
-  CHECK_EQ(Names(options), std::string("leader"));
-  CHECK(options.OnlyAlgorithm() == Algorithm::kLeader);
-  CHECK_OK(Parse("auto,ring, auto", &options));
-  CHECK_EQ(Names(options), std::string("auto,ring,auto"));
-  CHECK_OK(Parse("recursive_doubling, ring,auto", &options));
-  CHECK_EQ(Names(options), std::string("recursive_doubling,ring,auto"));
-  CHECK(options.OnlyAlgorithm() == Algorithm::kAuto);
-  CHECK(options.AlgorithmFor(64 << 10) == Algorithm::kRecursiveDoubling);
-  CHECK(options.AlgorithmFor((64 << 10) + 1) == Algorithm::kRing);
-  CHECK(options.AlgorithmFor(4 << 20) == Algorithm::kRing);
-  CHECK(options.AlgorithmFor((4 << 20) + 1) == Algorithm::kAuto);
-  for (const char* wrong : {"ring,ring", "ring,,ring", "", "ring,ring,tree", "a,b,c,d"}) {
-    CHECK(!Parse(wrong, &options).ok());
-  }
-}
-
 TEST(algorithms_have_names) {
   for (const Algorithm each : {Algorithm::kAuto, Algorithm::kRing, Algorithm::kRecursiveDoubling,
-                               Algorithm::kThreePhase, Algorithm::kLeader}) {
+                               Algorithm::kThreePhase}) {
     Algorithm parsed = Algorithm::kAuto;
     CHECK_OK(Parse(Name(each), &parsed));
     CHECK(parsed == each);

@@ -130,7 +130,7 @@ class Board {
 
 // A world without MPI, and what each rank's was told.
 std::vector<Status> MakeWorlds(int size, const std::vector<std::string>& wishes,
-                               std::vector<World>* worlds, const std::string& congestion = "") {
+                               std::vector<World>* worlds) {
   Board board(size);
   std::vector<Status> made(static_cast<size_t>(size));
   *worlds = std::vector<World>(static_cast<size_t>(size));
@@ -150,7 +150,6 @@ std::vector<Status> MakeWorlds(int size, const std::vector<std::string>& wishes,
       options.transport = wishes[at % wishes.size()];
       options.timeout_ns = 60 * kSecond;
       options.spin_ns = kDefaultSpin;
-      options.congestion = congestion;
       made[at] = MakeWorld(options, &(*worlds)[at]);
       ready = true;
       caller.join();
@@ -345,32 +344,6 @@ TEST(a_failure_spreads_among_many_ranks_by_few_connections) {
     called += Accept(places.listeners[static_cast<size_t>(rank)].fd()) ? 1 : 0;
   }
   CHECK_EQ(called, 4);
-}
-
-TEST(congestion_control_is_chosen_by_name_or_refused_with_what_there_is) {
-  std::ifstream file("/proc/sys/net/ipv4/tcp_allowed_congestion_control");
-  std::string name;
-  CHECK(static_cast<bool>(file >> name));
-  Places places = Listeners(2);
-  TcpOptions options = Options();
-  options.congestion = name;
-  RunWorld(MakeTcpWorld(std::move(places), options), [&](Rank& rank) {
-    ExchangeWithAll(rank, 100);
-    CHECK(rank.transport.Close(Soon()));
-  });
-  const Socket socket = std::move(Listeners(1).listeners[0]);
-  CHECK_OK(SetCongestion(socket.fd(), name));
-  char found[32] = {};
-  socklen_t bytes = sizeof found;
-  CHECK_EQ(getsockopt(socket.fd(), IPPROTO_TCP, TCP_CONGESTION, found, &bytes), 0);
-  CHECK_EQ(std::string(found), name);
-  const Status refused = SetCongestion(socket.fd(), "carrier_pigeon");
-  CHECK(Contains(refused.message(), "HORORING_TCP_CONGESTION=carrier_pigeon: "));
-  CHECK(Contains(refused.message(), "this host allows " + name));
-  std::vector<World> worlds;
-  for (const Status& status : MakeWorlds(2, {"tcp"}, &worlds, "carrier_pigeon")) {
-    CHECK(Contains(status.message(), "rank 0: HORORING_TCP_CONGESTION=carrier_pigeon"));
-  }
 }
 
 TEST(a_wait_over_tcp_ends_at_its_deadline_and_names_the_silent_rank) {

@@ -1,0 +1,54 @@
+// SharedMemoryBackend: collectives of ranks that share memory, on one host or within each of
+// several hosts, for all ranks or those of a process set. Allreduces are in
+// backend/allreduce_pipeline.h. On one host all ranks own slices. Over several hosts the number of
+// slice owners per host is the smallest number of ranks of any host ("three phases": reduce-scatter
+// in the host, allreduces of slices between hosts, all-gather in the host). All-gathers over
+// several hosts are in backend/channel_pipeline.h, reduce-scatters in backend/scatter_pipeline.h.
+//
+// Numerics: hosts are summed in order, and the ranks of a host in rank order, as partial results
+// that are rounded once. All ranks get the same bits, whatever an element is fused with.
+//
+// HostBackend runs what this one does not support: Adasum, all-to-all, broadcast, pieces that
+// would be too small, and everything over several hosts if the user asks for a flat algorithm.
+#pragma once
+
+#include "backend/backend.h"
+#include "backend/host_pipeline.h"
+#include "collective/algorithm.h"
+#include "collective/allreduce.h"
+#include "transport/factory.h"
+#include "transport/shm_transport.h"
+
+namespace hororing {
+
+class SharedMemoryBackend final : public Backend {
+ public:
+  // `wire` connects all ranks of the job, `local` those of this host, by local rank; on one host
+  // they are the same. REQUIRES: members.set < kDirectSets. At most one per set of a transport.
+  SharedMemoryBackend(Transport& wire, ShmTransport& local, const Topology& topology,
+                      const Members& members, const AllreduceOptions& options);
+
+  const char* name() const override { return one_segment_ ? "shm_direct" : "hierarchical"; }
+  bool Supports(const Batch& batch) const override;
+  Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
+  AlgorithmUsed algorithm_used() const override { return algorithm_used_; }
+
+ private:
+  Status RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace);
+  // In shared_memory_moves.cc.
+  bool Fits(Collective kind) const;
+  Status RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace);
+  Status RunReducescatter(const Batch& batch, TimeNs deadline, TraceSink& trace);
+  // The largest number of channels that a rank owns in an all-gather.
+  size_t MaxChannels() const;
+
+  const bool one_segment_;  // of all ranks of the job
+  SetSlots set_;
+  const HostShape shape_;
+  const AllreduceOptions options_;
+  Scratch scratch_{&scratch_bytes_};  // for what is on the wire
+  AlgorithmUsed algorithm_used_ = AlgorithmUsed::kNotCounted;
+  Status broken_;  // the first error: the ranks' counters differ, so every later Run fails
+};
+
+}  // namespace hororing

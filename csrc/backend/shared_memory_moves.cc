@@ -1,0 +1,106 @@
+// SharedMemoryBackend's all-gather and reduce-scatter: who sends what to whom.
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "backend/channel_pipeline.h"
+#include "backend/common.h"
+#include "backend/scatter_pipeline.h"
+#include "backend/shared_memory_backend.h"
+#include "base/copy.h"
+#include "collective/segments.h"
+
+namespace hororing {
+namespace {
+
+Status DoesNotFit(const Batch& batch, const BatchEntry& entry) {
+  return Status(Code::kInternal, std::string(Name(batch.kind)) + " of '" + entry.name +
+                                     "': the agreed sizes do not fit this rank's tensor");
+}
+
+}  // namespace
+
+size_t SharedMemoryBackend::MaxChannels() const {
+  size_t most = 0;
+  for (int host = 0; host < set_.group.hosts(); ++host) {
+    std::vector<size_t> owned(set_.group.group_ranks_on[static_cast<size_t>(host)].size(), 1);
+    for (int other = 0; other < set_.group.hosts(); ++other) {
+      const int ranks =
+          static_cast<int>(set_.group.group_ranks_on[static_cast<size_t>(other)].size());
+      for (int local = 0; local < ranks && other != host; ++local) {
+        ++owned[static_cast<size_t>(set_.group.OwnerOn(host, local))];
+      }
+    }
+    for (const size_t count : owned) most = std::max(most, count);
+  }
+  return most;
+}
+
+// Where there are very many ranks, pieces would be too small to pay.
+bool SharedMemoryBackend::Fits(Collective kind) const {
+  if (kind == Collective::kAllgather) {
+    return set_.geometry.capacity / MaxChannels() >= ChannelPlan::kMinBytes;
+  }
+  return set_.geometry.capacity / static_cast<size_t>(set_.group.size()) >= ScatterPlan::kMinBytes;
+}
+
+Status SharedMemoryBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace) {
+  const size_t size = static_cast<size_t>(set_.group.size()),
+               own = static_cast<size_t>(set_.group.group_rank);
+  std::vector<Channel> channels(size);
+  for (const BatchEntry& entry : batch.entries) {
+    if (entry.receive_bytes.size() != size || entry.receive_bytes[own] != entry.bytes()) {
+      return DoesNotFit(batch, entry);
+    }
+    std::byte* at = static_cast<std::byte*>(entry.output);
+    for (size_t rank = 0; rank < size; ++rank) {
+      const size_t bytes = entry.receive_bytes[rank];
+      channels[rank].Add(at, bytes);
+      if (rank == own && bytes > 0 && at != entry.input) CopyBytes(at, entry.input, bytes);
+      at += bytes;
+    }
+  }
+  for (size_t rank = 0; rank < size; ++rank) {
+    Channel& channel = channels[rank];
+    const int local = set_.group.local_of[rank];
+    if (set_.group.host_of[rank] == set_.group.host) {
+      channel.owner = local;
+    } else {
+      channel.owner = set_.group.OwnerOn(set_.group.host, local);
+      if (channel.owner == set_.group.local) channel.from = set_.group.members.ranks[rank];
+    }
+  }
+  channels[own].begins = true;
+  // At each distance every host sends to another one.
+  for (int distance = 1; distance < set_.group.hosts(); ++distance) {
+    const int host = (set_.group.host + distance) % set_.group.hosts();
+    channels[own].to.push_back(
+        set_.group.JobRank(host, set_.group.OwnerOn(host, set_.group.local)));
+  }
+  const ChannelPlan plan(std::move(channels), set_, MaxChannels());
+  if (plan.blocks == 0) return Status::Ok();
+  return ChannelPipeline(set_, batch, plan, deadline, trace).Run();
+}
+
+Status SharedMemoryBackend::RunReducescatter(const Batch& batch, TimeNs deadline,
+                                             TraceSink& trace) {
+  for (const BatchEntry& entry : batch.entries) {
+    size_t elements = 0;
+    for (const size_t part : entry.parts) elements += part;
+    if (entry.parts.size() != static_cast<size_t>(set_.group.size()) ||
+        elements != entry.elements) {
+      return DoesNotFit(batch, entry);
+    }
+  }
+  const ScatterPlan plan(set_, batch);
+  if (plan.blocks == 0) return Status::Ok();
+  const size_t bytes = set_.geometry.depth * plan.scratch_bytes(batch.reduce());
+  std::byte* const memory = static_cast<std::byte*>(scratch_.Reserve(bytes));
+  if (memory == nullptr) {
+    return Status(Code::kInternal, "reduce-scatter between hosts: no memory for partial sums of " +
+                                       std::to_string(bytes) + " bytes");
+  }
+  return ScatterPipeline(set_, batch, plan, memory, deadline, trace).Run();
+}
+
+}  // namespace hororing
