@@ -38,7 +38,7 @@ from hororing.process_end import install_hooks, reason_of, shutdown
 from hororing.rendezvous.client import Member, RendezvousError
 
 # While init waits: seconds between two checks for signals, and for ended ranks of this host.
-_LOOK_S, _NEIGHBOURS_S = 0.2, 0.5
+_POLL_S, _NEIGHBOURS_S = 0.2, 0.5
 
 _WORLD = -1  # as hr_config.mpi_communicator
 
@@ -257,7 +257,7 @@ def _await_start(neighbours: Neighbours | None, timeout_s: float) -> int:
     look_at = began + _NEIGHBOURS_S
     pending = True
     while pending:
-        code = int(lib.hr_init_wait(_LOOK_S))
+        code = int(lib.hr_init_wait(_POLL_S))
         now = time.monotonic()
         pending = code in (lib.HR_PENDING, lib.HR_ASKS)
         if code == lib.HR_ASKS and _process.member is not None:

@@ -38,7 +38,7 @@ from hororing.ray import ranks
 from hororing.rendezvous import protocol
 from hororing.rendezvous.elastic_store import ElasticStore
 
-_LOOK_S = 1.0  # time between two checks for room in the cluster
+_POLL_S = 1.0  # time between two checks for room in the cluster
 _GRACE_S = 5.0
 _DIED = 255  # its exit code is unknown
 
@@ -155,7 +155,7 @@ class _Actors:
         """Check for room from time to time. A lost actor keeps its place."""
         if self.left_s() > 0:
             return
-        self._next_look = time.monotonic() + _LOOK_S
+        self._next_look = time.monotonic() + _POLL_S
         placed = self._job is None or all(
             each.uid for each in self._job.processes if each.code is None
         )

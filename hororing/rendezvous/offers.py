@@ -18,7 +18,7 @@ from hororing.rendezvous.interfaces import addresses, reached_at, towards
 from hororing.rendezvous.protocol import ProtocolError
 from hororing.rendezvous.store import Store
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _TRY_S = 2.0  # time limit for one offer, before the next check
 _LOOPBACK = "127.0.0.1"
 
@@ -114,7 +114,7 @@ def accept(
                 f"rank {rank} on host {socket.gethostname()} found no store of its job within "
                 f"{timeout_s:g} s; {reason}"
             )
-        time.sleep(min(_LOOK_S, deadline.left_s()))
+        time.sleep(min(_POLL_S, deadline.left_s()))
 
 
 def parse(text: bytes) -> Offer:

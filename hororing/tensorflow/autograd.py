@@ -1,11 +1,11 @@
-"""The gradients of the verbs: those of torch's (hororing/torch/autograd.py).
+"""The gradients of the verbs, like those for torch (hororing/torch/autograd.py).
 
-An allreduce's is reduced like it, but of a weighted one it is the sum times the rank's share; an
-allgather's is averaged, and each rank takes its own rows; a broadcast's is averaged on the root and
-zero elsewhere; rows of an alltoall go back to where they came from; those of a reducescatter are
-gathered.
+The gradient of an allreduce is reduced like it; that of a weighted one is the sum times the rank's
+share. That of an allgather is averaged, and each rank takes its own rows. That of a broadcast is
+averaged on the root and zero elsewhere. Rows of an alltoall go back to their senders; those of a
+reducescatter are gathered.
 
-Here arguments are checked already, and tensors are those that travel: compressed, say.
+Arguments are already checked here, and tensors are those that are sent, for example compressed.
 """
 
 from __future__ import annotations

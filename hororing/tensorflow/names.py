@@ -1,8 +1,8 @@
-"""Names of the requests that TensorFlow code makes without giving any.
+"""Names of requests for TensorFlow code that gives none.
 
-In eager mode calls are counted, as everywhere. While a graph is built the name is made of the
-graph's own name (the traced function's) and a count within it: tracing again, which not all ranks
-need do at the same time, gives the same names.
+In eager mode calls are counted, as everywhere. While a graph is built, the name consists of the
+graph's own name (that of the traced function) and a count within it. Another trace, which ranks may
+do at different times, gives the same names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DistributedOptimizer for TensorFlow: of Keras, and of tf.compat.v1.train.
 
-Optimizers of Keras are hororing.keras's business. One of TensorFlow 1 becomes distributed itself:
-its class is replaced by a sub-class that reduces what `compute_gradients` returns.
+hororing.keras handles optimizers of Keras. One of TensorFlow 1 becomes distributed itself: its
+class is replaced by a sub-class that reduces the result of `compute_gradients`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The seam between TensorFlow and the core: requests in, result tensors out.
 
-What several requests of one `carry_out` have to do is in flight together, and the rest of the
-graph goes on meanwhile: each is submitted as soon as its tensors are there, and one operation waits
-for all. It works the same way in eager mode, where the wait is Python's, so that Ctrl-C is
-answered and errors are hororing's own exceptions. In graphs they are TensorFlow's, with the text.
+All requests of one `carry_out` are in flight together, and the rest of the graph continues
+meanwhile: each is submitted as soon as its tensors exist, and one operation waits for all. Eager
+mode works in the same way, but there Python waits, so Ctrl-C works and errors are hororing's own
+exceptions. In graphs they are TensorFlow's, with the same text.
 
 XLA cannot compile our operations.
 """
@@ -99,9 +99,9 @@ def _regrouped(requests: Sequence[Request], flat: Iterator[tf.Tensor]) -> list[l
 def _in_graph(requests: Sequence[Request]) -> list[tf.Tensor]:
     token = _token()
     handles = [_submit(token, each) for each in requests]
-    # Waits of a graph run one after the other, in the order of the program. TensorFlow sees to it,
-    # and keeps calls of functions in order that hold such operations, but not in functions that a
-    # tape makes: two calls of one would use the same names at once.
+    # Waits of a graph run one after the other, in program order. TensorFlow makes sure of that, and
+    # keeps calls of functions with such operations in order, except in functions that a tape makes:
+    # two calls of one would use the same names at once.
     graph = tf.compat.v1.get_default_graph()
     name = getattr(graph, "name", "")  # graphs of sessions have none
     if not name.startswith("__backward_") or graph._add_control_dependencies:
@@ -115,8 +115,8 @@ def _in_graph(requests: Sequence[Request]) -> list[tf.Tensor]:
 def _token() -> tf.Tensor:
     """The token that all requests of this graph share.
 
-    Steps and waits run one after the other, as stateful operations do: with a step each, requests
-    would wait for those before them, and ranks that make them in another order for each other.
+    Steps and waits run one after the other, like stateful operations. With a step each, requests
+    would wait for earlier ones, and so would ranks for each other if their orders differ.
     """
     graph = tf.compat.v1.get_default_graph()
     # A branch or a loop of TensorFlow 1 is part of its graph, and its tensors stay within it.

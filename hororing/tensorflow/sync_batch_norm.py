@@ -1,9 +1,9 @@
 """SyncBatchNormalization: Keras' batch normalisation over the batches of several ranks.
 
-Keras' layer does all but the moments in training. These are merged, and sent, as in
+Keras' layer does everything except the moments in training. These are merged and sent as in
 hororing/torch/sync_batch_norm.py: one allgather of count, mean and sum of squared deviations (M2)
-per channel as float64, and Chan's formula. The backward pass adds up over the ranks what comes
-back to mean and variance, in one allreduce; for an element x of any rank's batch then
+per channel as float64, and Chan's formula. The backward pass sums the gradients of mean and
+variance over the ranks in one allreduce; for an element x of any rank's batch then
 
     dx = dmean / count + dvariance 2 (x - mean) / count
 """

@@ -146,8 +146,8 @@ def DistributedGradientTape(
         compression=compression, sparse_as_dense=sparse_as_dense, num_groups=num_groups,
         groups=groups, process_set=process_set, scale_local_gradients=scale_local_gradients,
     )  # fmt: skip
-    # Of the very class of the tape, which a user may have derived. The state is one: what either
-    # records, both have.
+    # Of the tape's exact class, which a user may have derived. Both share their state, so each has
+    # what the other records.
     kind = type(gradtape)
     checked_weight(weight, what)
     state = {"_options": options, "_local": set(), "_weight": weight}

@@ -1,9 +1,9 @@
 """Distributed optimizers of tf_keras, which is Keras 2: tf.keras with TF_USE_LEGACY_KERAS=1.
 
-Its optimizers, those of `tf.keras.optimizers.legacy` too, aggregate gradients over the replicas of
-tf.distribute before they clip and apply them, and a LossScaleOptimizer has the inner one do so
-before it looks for infinities. That is where ours are reduced; who asks for no aggregation
-(``skip_gradients_aggregation=True``, ``experimental_aggregate_gradients=False``) gets none.
+Its optimizers, including those of `tf.keras.optimizers.legacy`, aggregate gradients over the
+replicas of tf.distribute before they clip and apply them, and a LossScaleOptimizer makes the inner
+one do so before it looks for infinities. Gradients are reduced there. A call without aggregation
+(``skip_gradients_aggregation=True``, ``experimental_aggregate_gradients=False``) reduces nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Buckets: gradients that are compressed and reduced together, in a few collectives.
 
-A bucket starts when its last gradient has come, in that one's hook, and goes on whenever another
-one starts and its collective is complete; what is left to do is done when somebody waits, all
-buckets in turn. Names make collectives match, so ranks may do so in any order.
+A bucket starts when its last gradient has come, in that gradient's hook. It continues whenever
+another one starts and its own collective is complete; the rest is done when a caller waits, for all
+buckets in turn. Names match the collectives, so ranks may use any order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Driver:
         self._lock = threading.RLock()  # hooks may run on several threads
 
     def start(self, bucket: Bucket) -> None:
-        """Let a bucket begin, and let those go on that can at once."""
+        """Start a bucket, and continue those that can proceed at once."""
         with self._lock:
             for each in self._active[:]:
                 while each.handle and poll(each.handle):
@@ -46,7 +46,7 @@ class Driver:
             self._resume(bucket)
 
     def finish(self) -> None:
-        """Wait for all. Does not raise what a reduction raises: `Bucket.finish` does."""
+        """Wait for all. Does not raise errors of reductions: `Bucket.finish` does."""
         with self._lock:
             while self._active:
                 for bucket in self._active[:]:
@@ -59,11 +59,11 @@ class Driver:
         return self._hosts
 
     def begin_anew(self) -> None:
-        """Forget the hosts: an engine starts."""
+        """Forget the hosts, because an engine starts."""
         self._hosts = None
 
     def forget(self, bucket: Bucket) -> None:
-        """Let it not go on."""
+        """Stop continuing it."""
         with self._lock:
             if bucket in self._active:
                 self._active.remove(bucket)
@@ -88,15 +88,15 @@ class Bucket(Group):
         param = params[0][1]
         self._device = param.device
         self._dtype = torch.float64 if param.dtype is torch.float64 else torch.float32
-        self.work_s = 0.0  # spent here so far, without waiting
+        self.work_s = 0.0  # time spent here so far, without waiting
         self.samples = False  # whether to compare the next sum with the exact one
-        self.cosine = float("inf")  # between the two, at the last such comparison
+        self.cosine = float("inf")  # between the two, in the last such comparison
         self._agreed = False  # all ranks compress in this way
         self._steps: Generator[int, Any, None] | None = None
-        self._given: Any = None  # what the next step is to be sent
+        self._given: Any = None  # what to send to the generator next
         self._failure: Exception | None = None
-        self._stream: Any = None  # that computes, on a device
-        # Memory for errors and gradients; of the two, `_flat` holds errors between steps.
+        self._stream: Any = None  # the computing stream, on a device
+        # Memory for errors and gradients; `_flat` holds errors between steps.
         self._flat = self._spare = self._vector([])
 
     def _submit(self, options: Reduction, weight: float | None = None) -> None:
@@ -113,7 +113,7 @@ class Bucket(Group):
         self._driver.start(self)
 
     def resume(self) -> bool:
-        """Wait for the collective in flight and go on to the next one; False: it is over."""
+        """Wait for the collective in flight and start the next one; False: all are done."""
         steps = self._steps
         if steps is None:  # since an interrupt
             return False
@@ -122,7 +122,7 @@ class Bucket(Group):
                 go_on = steps.send
                 if self.handle:
                     try:
-                        # After an interrupt here the handle is still there to be waited for.
+                        # After an interrupt here, the handle is still there to wait for.
                         self._given, self.handle = synchronize(self.handle), 0
                     except Exception as error:
                         go_on, self._given, self.handle = steps.throw, error, 0
@@ -158,7 +158,7 @@ class Bucket(Group):
         return result
 
     def abandon(self) -> None:
-        """Forget what is there and what is in flight."""
+        """Forget everything waiting and in flight."""
         self._driver.forget(self)
         super().abandon()
         self._steps, self._given, self._failure = None, None, None
@@ -183,7 +183,7 @@ class Bucket(Group):
     def _agree(
         self, order: Sequence[int], given: Sequence[torch.Tensor], options: Reduction
     ) -> Generator[int, Any, None]:
-        """Make sure that all ranks compress these gradients, and alike. MismatchError otherwise.
+        """Make sure that all ranks compress these gradients in the same way. MismatchError if not.
 
         The request has the name of the first gradient, so it fails, too, where another rank sends
         them one by one. That rank waits for the others: they are sent in the same way.
@@ -275,9 +275,9 @@ class Bucket(Group):
         return piece
 
     def _keep(self, piece: Piece, kept: Sequence[Kept], finite: torch.Tensor) -> None:
-        """Keep what was not sent; where the sum is not finite, all stays as it was.
+        """Keep what was not sent; if the sum is not finite, keep everything unchanged.
 
-        `GradScaler` skips such a step, on all ranks alike: they have the same sum.
+        `GradScaler` skips such a step on all ranks, because they have the same sum.
         """
         if self._device.type == "cpu" and not finite:
             return
@@ -285,7 +285,7 @@ class Bucket(Group):
             piece.parts(piece.flat), piece.names, piece.kept, kept, strict=True
         ):
             new = {"error": part, **new}
-            if self._device.type != "cpu":  # where to ask would mean to wait
+            if self._device.type != "cpu":  # where a check would have to wait
                 for what, tensor in new.items():
                     before = old.get(what, torch.zeros_like(tensor))
                     tensor.copy_(torch.where(finite, tensor, before))
@@ -295,7 +295,7 @@ class Bucket(Group):
 
 
 def _cosine(exact: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
-    """Return 1 where both are zero, and -1 where one of them is not finite."""
+    """Return 1 if both are zero, and -1 if one of them is not finite."""
     a, b = (torch.cat([part.reshape(-1) for part in parts]) for parts in (exact, other))
     scale = float(a.norm() * b.norm())
     cosine = float(a @ b) / scale if scale else float(torch.equal(a, b))

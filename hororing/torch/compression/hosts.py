@@ -1,8 +1,8 @@
-"""scope="hosts": who adds up within a host, and who compresses between hosts.
+"""scope="hosts": which ranks add up within a host, and which compress between hosts.
 
 The first rank on each host of a process set leads it: it compresses the host's sum with the other
-leaders, keeps the errors, and gives the result to its host. What is on the wires between hosts does
-not depend on the number of leaders; one per host keeps one error per host, and any layout will do.
+leaders, keeps the errors, and gives the result to its host. With one leader per host, the traffic
+between hosts is the same as with more, and there is one error per host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from hororing import job
 from hororing.process_sets import ProcessSet, SetOfMembers, of_members
 
-_LOOK_S: Final = 1.0
+_POLL_S: Final = 1.0
 
 
 class Hosts:
@@ -28,13 +28,13 @@ class Hosts:
         self.leader = inside[0]
         self.leads = self.leader == rank
         leaders = [members[0] for members in by_host.values()]
-        # Asked for before any is waited for. None: nobody to communicate with.
+        # Both are requested before either is waited for. None: nobody to communicate with.
         self._inside = of_members(inside) if len(inside) > 1 else None
         self._leaders = of_members(leaders) if self.leads and len(leaders) > 1 else None
         self.several = len(leaders) > 1
 
     def inside(self) -> ProcessSet | None:
-        """Return the ranks of this host; None: this one alone. Blocks until they ask for it, too.
+        """Return the ranks of this host; None: only this one. Blocks until all of them call it.
 
         So does `leaders`.
         """
@@ -47,7 +47,7 @@ class Hosts:
 
 def _wait_for(members: SetOfMembers | None) -> ProcessSet | None:
     while members is not None:
-        found = members.get(_LOOK_S)
+        found = members.get(_POLL_S)
         if found is not None:
             return found
     return None

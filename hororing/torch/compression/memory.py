@@ -1,12 +1,12 @@
-"""What an optimizer keeps from step to step for its compressor: errors, and factors of matrices.
+"""An optimizer's memory for its compressor: errors, and factors of matrices.
 
 It is part of the optimizer's state: saved, loaded and broadcast with it, by the names of
-parameters. Errors differ between ranks; a broadcast gives all ranks those of its root.
-When an engine starts all are forgotten: the ranks are others, and a new one has none.
+parameters. Errors differ between ranks; a broadcast gives all ranks those of the root. When an
+engine starts everything is forgotten: the ranks are different, and a new one has no errors.
 
 Note [Loss scales]. Errors are of gradients that `torch.amp.GradScaler` has scaled. The scale
 changes between steps, so each bucket notes the scale of its errors, and multiplies them by the
-ratio before it adds them to gradients of another scale.
+ratio before it adds them to gradients with another scale.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class Memory:
     def __init__(self) -> None:
         self.contents: dict[str, Kept] = {}
         self._scale: torch.Tensor | None = None  # the scaler's own
-        self._first: torch.Tensor | None = None  # a copy as it was when we saw it first
+        self._first: torch.Tensor | None = None  # a copy of its first value
         self._scales: dict[str, torch.Tensor] = {}  # of the errors, by bucket
 
     def replace(self, contents: dict[str, Kept]) -> None:
-        """Take over other contents, whose scale is the present one."""
+        """Adopt other contents, whose scale is the present one."""
         self.contents = contents
         self._scales = {}
         self._first = None if self._scale is None else self._scale.clone()
 
     def note_scale(self, scale: torch.Tensor) -> None:
-        """Take note of the scale of the gradients that were just reduced; it is going to change."""
+        """Note the scale of the gradients that were just reduced; it is about to change."""
         if self._scale is not scale:
             self._first = scale.clone()
         self._scale = scale
 
     def change_of_scale(self, bucket: str) -> torch.Tensor | None:
-        """Return what the errors of a bucket are to be multiplied by now; None: nothing."""
+        """Return the factor for the errors of a bucket; None: none."""
         if self._scale is None or self._first is None:
             return None
         before = self._scales.get(bucket, self._first)

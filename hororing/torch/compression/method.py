@@ -1,9 +1,9 @@
-"""What a method of compression with error feedback is.
+"""A method of compression with error feedback.
 
 A method reduces one bucket, a flat vector, in a few collectives, and is a generator: it yields the
 handle of each and is sent its result. So its first collective starts in the hook of the bucket's
-last gradient, and those of other buckets go on while this one's are in flight. What a rank has not
-sent stays in the vector and is added to the gradient of the next step.
+last gradient, and those of other buckets continue while this one's are in flight. What a rank has
+not sent stays in the vector and is added to the gradient of the next step.
 
 Source of error feedback: F. Seide et al., "1-bit stochastic gradient descent and its application to
 data-parallel distributed training of speech DNNs", Interspeech 2014; S. P. Karimireddy et al.,
@@ -24,12 +24,12 @@ from hororing.compression import StatefulCompression
 from hororing.process_sets import ProcessSet, rank_and_size
 from hororing.torch.verbs import verbs
 
-# Elements; smaller tensors are reduced as they are: the messages would not be shorter.
-LEAST_ELEMENTS: Final = 1024
+# Elements; smaller tensors are sent uncompressed: their messages would not be shorter.
+MIN_ELEMENTS: Final = 1024
 
-Kept = dict[str, torch.Tensor]  # the state of one parameter, by what it is
-# Yields handles, is sent what `synchronize` returns for them; returns what gradients have become,
-# what is to be kept of each parameter, and a flag: whether the sum over all ranks is finite.
+Kept = dict[str, torch.Tensor]  # the state of one parameter, by kind
+# Yields handles, and is sent the results of `synchronize` for them. Returns the reduced gradients,
+# what to keep of each parameter, and a flag: whether the sum over all ranks is finite.
 Steps = Generator[int, Any, tuple[list[torch.Tensor], Sequence[Kept], torch.Tensor]]
 
 
@@ -60,7 +60,7 @@ class Link:
         return verbs.grouped_allgather_async(tensors, f"{self.name}.{what}", self.process_set)
 
     def exchange(self, rows: torch.Tensor, splits: list[int], what: str) -> int:
-        """Start to send so many rows to each rank; the result is a pair of rows and numbers."""
+        """Start to send `splits[r]` rows to rank r; the result is a pair of rows and numbers."""
         return verbs.alltoall_async(rows, splits, f"{self.name}.{what}", self.process_set)
 
     def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> int:
@@ -81,7 +81,7 @@ class Piece:
         beyond the elements of the parameter is zero.
     given : the gradients; results may take their place.
     names : of the parameters.
-    kept : what the method has asked to keep of each; may be empty.
+    kept : what the method keeps of each; may be empty.
     divisor : of the sum.
     """
 
@@ -106,8 +106,8 @@ def parts_of(
 
 
 def is_large(param: torch.Tensor) -> bool:
-    """Whether gradients of this parameter are worth being compressed."""
-    return param.is_floating_point() and param.numel() >= LEAST_ELEMENTS
+    """Whether compressing gradients of this parameter is worthwhile."""
+    return param.is_floating_point() and param.numel() >= MIN_ELEMENTS
 
 
 class Method(StatefulCompression, ABC):
@@ -121,7 +121,7 @@ class Method(StatefulCompression, ABC):
         return type(self).__name__.lower()
 
     def compresses(self, param: torch.Tensor) -> bool:
-        """Whether gradients of this parameter are compressed; the others are sent as they are."""
+        """Whether gradients of this parameter are compressed; others are sent unchanged."""
         return is_large(param)
 
     @abstractmethod

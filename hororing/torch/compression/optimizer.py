@@ -18,7 +18,7 @@ from hororing.torch.gradient_optimizer import Distributed
 from hororing.torch.reducer import Entry, Reducer
 from hororing.torch.submission import BATCH_BYTES
 
-# Of gradients. Buckets are as large as that at least, but for the last ones of their types.
+# Of gradients. Buckets are at least this large, except for the last ones of their types.
 BUCKET_BYTES: Final = 4 << 20
 
 _alive: weakref.WeakSet[CompressingReducer] = weakref.WeakSet()
@@ -35,7 +35,7 @@ job.at_init(_begin_anew)
 class CompressingReducer(Reducer):
     """A reducer whose large gradients are compressed, in buckets.
 
-    Each of the user's groups is a bucket of its own. The others are filled in the order in which
+    Each of the user's groups is a separate bucket. The others are filled in the order in which
     gradients are expected, from the last parameter to the first.
     """
 
@@ -44,10 +44,10 @@ class CompressingReducer(Reducer):
         self.memory = Memory()
         self._driver = Driver()
         self.asked: list[list[torch.Tensor]] = []  # the user's groups
-        # What may be a bucket, the same for all methods; a method leaves some parameters out.
+        # Possible buckets, the same for all methods; a method may exclude some parameters.
         self.parts: list[list[torch.Tensor]] = []
         self.buckets: dict[int, Bucket] = {}  # by the number of the part
-        self._arranged: list[Entry] | None = None  # as `follow` has returned them
+        self._arranged: list[Entry] | None = None  # as returned by `follow`
         super().__init__(*given)
         _alive.add(self)
 
@@ -56,7 +56,7 @@ class CompressingReducer(Reducer):
         return self._method
 
     def form_groups(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
-        """Form buckets, and groups of what is not compressed."""
+        """Form buckets, and groups of uncompressed gradients."""
         self.asked = [list(members) for members in groups]
         for _, gradient in self._gradients.values():
             gradient.leave()
@@ -71,7 +71,7 @@ class CompressingReducer(Reducer):
         self.follow()
 
     def follow(self) -> list[Entry]:
-        """Do as any reducer, and put parameters that are new into buckets."""
+        """Do as any reducer, and put new parameters into buckets."""
         entries = super().follow()
         if entries is not self._arranged and self._gradients:
             self._arranged = entries
@@ -105,7 +105,7 @@ class CompressingReducer(Reducer):
         super()._wait_for(entries)
 
     def begin_anew(self) -> None:
-        """Forget all errors, and form buckets as a rank does that is new: an engine starts."""
+        """Forget all errors, and form buckets as on a new rank: an engine starts."""
         if self.release.alive:
             self.memory.replace({})
             self._driver.begin_anew()

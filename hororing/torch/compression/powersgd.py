@@ -23,8 +23,8 @@ import torch
 
 from hororing.torch.compression.method import Link, Method, Piece, Steps
 
-_LEAST_RATIO = 2  # by which P and Q together must be smaller than M
-_LEAST_RANK_FOR_BLAS = 8  # of P Q^T on a CPU: a pass for each column is faster below
+_MIN_RATIO = 2  # by which P and Q together must be smaller than M
+_MIN_RANK_FOR_BLAS = 8  # of P Q^T on a CPU: a pass for each column is faster below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PowerSGD(Method):
         """Whether it is a matrix, or more, and large."""
         if not super().compresses(param) or param.dim() < 2:
             return False
-        return self.traffic(param, 1) * _LEAST_RATIO <= 1
+        return self.traffic(param, 1) * _MIN_RATIO <= 1
 
     def traffic(self, param: torch.Tensor, ranks: int) -> float:
         """P and Q, instead of M."""
@@ -100,7 +100,7 @@ def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
 
 def _multiply(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
     """Leave p @ q in `out`."""
-    if len(q) > _LEAST_RANK_FOR_BLAS or not out.is_cpu:
+    if len(q) > _MIN_RANK_FOR_BLAS or not out.is_cpu:
         torch.mm(p, q, out=out)
         return
     torch.mul(p[:, :1], q[0], out=out)

@@ -22,7 +22,7 @@ from hororing.errors import StalledError
 from hororing.torch.uncompiled import uncompiled
 
 # Time between two checks of what the engine does not report.
-_LOOK_S = 0.01
+_POLL_S = 0.01
 
 
 class Work(_Work):
@@ -262,7 +262,7 @@ class _Completions:
                 self._seen = collectives.next_completion(self._seen)
             else:
                 with self._changed:
-                    self._changed.wait(_LOOK_S)
+                    self._changed.wait(_POLL_S)
 
 
 completions = _Completions()
