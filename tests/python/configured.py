@@ -1,10 +1,12 @@
-"""Parts of tests of the engine: settings of its own, and what it counted."""
+"""Parts of tests of the engine: settings of its own, what it counted, and its errors."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+
+import pytest
 
 import hororing.numpy as hvd
 
@@ -34,3 +36,12 @@ def made_at_once(step: Callable[[], object], times: int = 2000) -> bool:
         if hvd.statistics()["allreduces_at_once"] > before:
             return True
     return False
+
+
+@contextlib.contextmanager
+def raises(kind: type[BaseException], *texts: str) -> Iterator[None]:
+    """Fail unless the block raises that, and all texts are in its message."""
+    with pytest.raises(kind) as caught:
+        yield
+    for text in texts:
+        assert text in str(caught.value), f"{text!r} is not in: {caught.value}"

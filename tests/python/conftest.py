@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hororun_jobs
 import pytest
 import session as shared_jobs
 
@@ -24,3 +29,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     session.items[:] = shared_jobs.plan(session.items)
+
+
+@pytest.fixture
+def rsh(tmp_path: Path) -> str:
+    """Instead of ssh: another environment and folder, and a greeting, but the same host."""
+    script = tmp_path / "rsh"
+    script.write_text(
+        '#!/bin/sh\nhost=$1; shift\necho "welcome to $host"\ncd /\n'
+        'exec env -i HOME=/ PATH=/usr/bin:/bin ON=$host sh -c "$*"\n'
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    made = []
+
+    def make(*words: str) -> subprocess.Popen[str]:
+        made.append(hororun_jobs.start(*words))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.kill()
+        process.communicate()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import mpirun
 import numpy as np
 
 import hororing.numpy as hvd
@@ -87,25 +87,14 @@ def wait_for_its_middle(ones: np.ndarray, handle: int) -> None:
     assert (sample == 1).any(), "it was over before it could be interrupted"
 
 
-def one_dies() -> None:
-    """The rank that the argument names kills itself in a large allreduce."""
+def die_in_a_large_allreduce(signal_: int = signal.SIGKILL) -> None:
+    """When some numbers are reduced and others not yet: the rank of the argument, else the last."""
     begin()
     numbers = np.ones(32 << 20, np.float32)
-    if hvd.rank() == int(sys.argv[2]):
+    if hvd.rank() == int((*sys.argv, hvd.size() - 1)[2]):
         handle = hvd.allreduce_async_(numbers, name="large", op=hvd.Sum)
         wait_for_its_middle(numbers, handle)
-        os.kill(os.getpid(), signal.SIGKILL)
-    fail_with(lambda: hvd.allreduce_(numbers, name="large", op=hvd.Sum))
-
-
-def die_in_a_large_allreduce() -> None:
-    """The last rank kills itself when some of its numbers are reduced and others not yet."""
-    begin()
-    numbers = np.ones(32 << 20, np.float32)
-    if the_last_one():
-        handle = hvd.allreduce_async_(numbers, name="large", op=hvd.Sum)
-        wait_for_its_middle(numbers, handle)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal_)
     fail_with(lambda: hvd.allreduce_(numbers, name="large", op=hvd.Sum))
 
 
@@ -266,13 +255,7 @@ def shut_down_early() -> None:
 
 
 def stop_in_a_large_allreduce() -> None:
-    begin()
-    numbers = np.ones(32 << 20, np.float32)
-    if the_last_one():
-        handle = hvd.allreduce_async_(numbers, name="large", op=hvd.Sum)
-        wait_for_its_middle(numbers, handle)
-        os.kill(os.getpid(), signal.SIGSTOP)
-    fail_with(lambda: hvd.allreduce_(numbers, name="large", op=hvd.Sum))
+    die_in_a_large_allreduce(signal.SIGSTOP)
 
 
 def stop_before_submitting() -> None:
@@ -518,9 +501,7 @@ def start_scripts() -> None:
     alone = run(script, HORORING_ALONE="1")
     assert (alone.returncode, alone.stdout) == (0, "1\n"), alone
     if hvd.rank() == 0:  # a job of its own
-        folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
-        mpirun = shutil.which("mpirun", path=os.pathsep.join(folders))
-        nested = run([str(mpirun), "-np", "2", *script])
+        nested = run([mpirun.launcher(), "-np", "2", *script])
         assert (nested.returncode, nested.stdout) == (0, "2\n2\n"), nested
     assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == hvd.size()
     say("fine")

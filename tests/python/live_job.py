@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -73,35 +71,12 @@ class LiveJob:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.out = Path(self._folder.name)
         self._mpi_files = Path(tempfile.mkdtemp(prefix="test-", dir=SHM))
-        launcher = shutil.which("mpirun", path=os.pathsep.join(
-            [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-        ))  # fmt: skip
-        assert launcher, "mpirun is not on the PATH"
-        if hosts:
-            names = [
-                word for name in (MARK, *mpirun.FORWARDED, *environment) for word in ("-x", name)
-            ]
-            command = [str(mpirun.HOSTS), *hosts.split(), launcher, *options, *names]
-        elif by == "hororun":
-            command = [sys.executable, "-m", "hororing.hororun", *options, "-np", str(size)]
-        else:
-            command = [launcher, *options, "-np", str(size)]
-        command += [sys.executable, mpirun.__file__]
-        with open(self.out / "launcher.out", "wb") as output:
-            self.launcher = subprocess.Popen(
-                [*command, str(self.out), "--script", str(file), function, *args],
-                env={
-                    **os.environ,
-                    **mpirun.launch_environment(self._folder.name),
-                    MARK: self.mark,
-                    # Hosts have a /dev/shm of their own each, which ends with them.
-                    **({} if hosts else {"OMPI_MCA_btl_sm_backing_directory": self._mpi_files}),
-                    **environment,
-                },
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        # Hosts have a /dev/shm of their own each, which ends with them.
+        files = {} if hosts else {"OMPI_MCA_btl_sm_backing_directory": str(self._mpi_files)}
+        self.launcher = mpirun.start(
+            self._folder.name, size, ["--script", str(file), function, *args],
+            {MARK: self.mark, **files, **environment}, hosts, options=options, by=by,
+        )  # fmt: skip
 
     def __enter__(self) -> LiveJob:
         return self

@@ -18,13 +18,14 @@ import functools
 import json
 import os
 import random
+import re
 import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pretend_hosts
@@ -102,6 +103,14 @@ def new_seed() -> int:
     return int(os.environ.get("HORORING_TEST_SEED", random.randrange(2**32)))
 
 
+def launcher() -> str:
+    """Where mpirun is: that of this environment first."""
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    found = shutil.which("mpirun", path=os.pathsep.join(folders))
+    assert found, "mpirun is not on the PATH"
+    return found
+
+
 def start(
     out: str,
     size: int,
@@ -109,23 +118,24 @@ def start(
     variables: dict[str, str],
     hosts: str = "",
     names: str = "",
+    options: Iterable[str] = (),
+    by: str = "mpirun",
 ) -> subprocess.Popen[bytes]:
-    """Start this file as a program on `size` ranks; what mpirun prints goes to OUT/launcher.out."""
+    """Start this file as a program on `size` ranks; what the launcher prints: OUT/launcher.out.
+
+    `options` are those of the launcher, and `by` is which one: mpirun, hororun, or none at all.
+    """
     command = [sys.executable, __file__, out, *program]
-    variables = {**STALL_ENVIRONMENT, **variables}
     if names:
         command = ["env", *pretend_hosts.variables(names), *command]
-    if size > 1:
-        mpirun = shutil.which("mpirun", path=os.pathsep.join(
-            [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-        ))  # fmt: skip
-        assert mpirun, "mpirun is not on the PATH"
-        if hosts:
-            # Variables reach another host only when they are named.
-            named = [word for name in (*FORWARDED, *variables) for word in ("-x", name)]
-            command = [str(HOSTS), *hosts.split(), mpirun, *named, *command]
-        else:
-            command = [mpirun, "-np", str(size), *command]
+    if hosts:
+        # Variables reach another host only when they are named.
+        named = [word for name in (*FORWARDED, *variables) for word in ("-x", name)]
+        command = [str(HOSTS), *hosts.split(), launcher(), *options, *named, *command]
+    elif by == "hororun":
+        command = [sys.executable, "-m", "hororing.hororun", *options, "-np", str(size), *command]
+    elif by:
+        command = [launcher(), *options, "-np", str(size), *command]
     with open(Path(out, "launcher.out"), "wb") as output:
         return subprocess.Popen(
             command,
@@ -161,8 +171,9 @@ def run(
     seed = new_seed()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as out:
         program = [*(["--script"] if script else []), str(file), *args]
-        variables = {"TEST_SEED": str(seed), **(environment or {})}
-        process = start(out, size, program, variables, hosts, names)
+        variables = {**STALL_ENVIRONMENT, "TEST_SEED": str(seed), **(environment or {})}
+        by = "mpirun" if size > 1 else ""
+        process = start(out, size, program, variables, hosts, names, by=by)
         code: int | None
         try:
             code = process.wait(timeout=timeout_s)
@@ -204,6 +215,12 @@ def why_no_hosts() -> str:
 def case_names(namespace: dict[str, object]) -> list[str]:
     """The cases of a module, in its order."""
     return [name for name in namespace if name.startswith("case_")]
+
+
+def cases_in(*files: str) -> list[str]:
+    """The cases of files that only ranks can import."""
+    text = "\n".join(Path(__file__).with_name(file).read_text() for file in files)
+    return re.findall(r"^def (case_\w+)", text, flags=re.MULTILINE)
 
 
 # ---------------------------------------------------------------------------------------------

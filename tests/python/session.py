@@ -61,7 +61,9 @@ class _Running:
         self._seed = mpirun.new_seed()
         self._number = 0
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self._process = mpirun.start(self._folder.name, size, files, {"TEST_SEED": str(self._seed)})
+        variables = {**mpirun.STALL_ENVIRONMENT, "TEST_SEED": str(self._seed)}
+        by = "mpirun" if size > 1 else ""
+        self._process = mpirun.start(self._folder.name, size, files, variables, by=by)
 
     def wait_for_next(self) -> tuple[str, mpirun.Job, bool]:
         """The next file, its results, and whether all its cases passed in time."""

@@ -43,14 +43,14 @@ def losses(size: int, batch: int, steps: int, directory: Path) -> list[float]:
     return [float(line) for line in file.read_text().split()]
 
 
-@pytest.mark.parametrize("steps", tiers.choose([10, 50], push=[10]))
-def test_two_ranks_with_half_the_batch_take_the_steps_of_one(steps: int, tmp_path: Path):
-    # 50 steps of 64 images are two epochs and a third one's beginning.
+@tiers.full
+def test_two_ranks_with_half_the_batch_take_the_steps_of_one(tmp_path: Path):
+    steps = 50  # of 64 images are two epochs and a third one's beginning
     alone = losses(1, 64, steps, tmp_path)
     together = losses(2, 64, steps, tmp_path)
     assert len(alone) == steps
     assert together == pytest.approx(alone, rel=1e-5)
-    assert steps < 50 or alone[-1] < 0.6 * alone[0]  # it learns, so equality means something
+    assert alone[-1] < 0.6 * alone[0]  # it learns, so equality means something
 
 
 @tiers.full

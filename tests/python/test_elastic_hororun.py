@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -16,8 +16,8 @@ import mpirun
 import nemesis
 import pytest
 import tiers
+from hororun_jobs import DEADLINE_S, is_alive, line, numbers, run, sh, wait_until
 from nemesis import ElasticRun, disturb, kill
-from test_hororun import DEADLINE_S, is_alive, line, numbers, run, sh, start, wait_until
 
 from hororing.hororun import discovery
 from hororing.hororun.command import main
@@ -139,20 +139,6 @@ def test_flags_that_do_not_fit_are_an_error(
 
 # ---------------------------------------------------------------------------------------------
 # Processes that are no ranks: /bin/sh
-
-
-@pytest.fixture
-def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    made = []
-
-    def make(*words: str) -> subprocess.Popen[str]:
-        made.append(start(*words))
-        return made[-1]
-
-    yield make
-    for process in made:
-        process.kill()
-        process.communicate()
 
 
 def test_a_script_that_fails_everywhere_is_not_started_for_ever():

@@ -10,107 +10,30 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import mpirun
 import pytest
+from hororun_jobs import (
+    DEADLINE_S,
+    HORORUN,
+    ROOT,
+    SH,
+    environment,
+    is_alive,
+    line,
+    numbers,
+    run,
+    sh,
+    wait_until,
+)
 
 from hororing.config.knobs import KNOBS
 from hororing.hororun import plan
 from hororing.hororun.command import main
 from hororing.hororun.output import Output
 from hororing.hosts import Host
-
-HORORUN = [sys.executable, "-m", "hororing.hororun"]
-ROOT = Path(__file__).parents[2]
-DEADLINE_S = 30.0
-# As little as a rank can be.
-SH = "/bin/sh"
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
-
-
-def run(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*HORORUN, *words],
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-        errors="surrogateescape",
-        stdin=subprocess.DEVNULL,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-
-
-def start(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*HORORUN, *words],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        # Shells let what they start in the background ignore it, and then so does hororun.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-
-
-def line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline()
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except OSError:
-        return False
-
-
-def numbers(text: str) -> list[int]:
-    return [int(each) for each in re.findall(r"pid=(\d+)", text)]
-
-
-def sh(script: str) -> list[str]:
-    return [SH, "-c", script]
-
-
-@pytest.fixture
-def rsh(tmp_path: Path) -> str:
-    """Instead of ssh: another environment and folder, and a greeting, but the same host."""
-    script = tmp_path / "rsh"
-    script.write_text(
-        '#!/bin/sh\nhost=$1; shift\necho "welcome to $host"\ncd /\n'
-        'exec env -i HOME=/ PATH=/usr/bin:/bin ON=$host sh -c "$*"\n'
-    )
-    script.chmod(0o755)
-    return str(script)
-
-
-@pytest.fixture
-def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    made = []
-
-    def make(*words: str) -> subprocess.Popen[str]:
-        made.append(start(*words))
-        return made[-1]
-
-    yield make
-    for process in made:
-        process.kill()
-        process.communicate()
-
 
 # ---------------------------------------------------------------------------------------------
 # Parts

@@ -229,7 +229,13 @@ def test_across_hosts(case: str, by: str, layout: str) -> None:
 )
 def test_a_rank_that_dies_is_noticed_on_its_host_and_on_the_others(victim: int, by: str) -> None:
     with LiveJob(
-        RANKS, 4, "one_dies", str(victim), options=ULFM, hosts="2,2", HORORING_TRANSPORT=by
+        RANKS,
+        4,
+        "die_in_a_large_allreduce",
+        str(victim),
+        options=ULFM,
+        hosts="2,2",
+        HORORING_TRANSPORT=by,
     ) as job:
         # TCP knows a rank by its connection.
         process = f" (pid {job.said(victim, 'pid')})" if by == "mpi" else ""

@@ -12,18 +12,12 @@ import json
 import os
 import random
 import signal
-import threading
 import time
 from pathlib import Path
 
-import mpirun
-import numpy as np
 import pytest
 import tiers
 from live_job import SHM, LiveJob, poll
-
-import hororing.numpy as hvd
-from hororing import errors
 
 RANKS = Path(__file__).with_name("ending_ranks.py")
 
@@ -151,11 +145,17 @@ def test_whoever_is_killed_whenever_leaves_nothing(kills: int):
 # JobSettings to end
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+DOING = [(4, "work"), (2, "wait_in_vain"), (2, "compute"), (2, "compute_alone")]
+
+
 @pytest.mark.parametrize(
-    ("size", "doing"), [(4, "work"), (2, "wait_in_vain"), (2, "compute"), (2, "compute_alone")]
+    ("size", "doing", "how"),
+    tiers.choose(
+        [(*doing, how) for doing in DOING for how in (signal.SIGINT, signal.SIGTERM)],
+        push=[(*doing, (signal.SIGINT, signal.SIGTERM)[at % 2]) for at, doing in enumerate(DOING)],
+    ),
 )
-def test_a_signal_to_mpirun_ends_everything(size: int, how: int, doing: str):
+def test_a_signal_to_mpirun_ends_everything(size: int, doing: str, how: int):
     with LiveJob(RANKS, size, doing) as job:
         job.wait_until_all_say("working")
         os.kill(job.launcher.pid, how)
@@ -465,81 +465,3 @@ def test_workers_of_a_data_loader_do_not_disturb_a_training(how: str):
         job.said(0, "ready")
         assert check_end(job, failed=False) == 0
         job.wait_until_all_say("fine")
-
-
-# ---------------------------------------------------------------------------------------------
-# Without an end: cases run on every rank
-
-
-def case_several_threads_may_call_verbs_at_once() -> None:
-    hvd.init()
-    failures: list[BaseException] = []
-    size, rank = hvd.size(), hvd.rank()
-
-    def play(number: int) -> None:
-        try:
-            for step in range(30):
-                name = f"{number}.{step % 3}"
-                total = hvd.allreduce(np.full(step * 100, rank + 1), name=name, op=hvd.Sum)
-                assert (total == size * (size + 1) // 2).all()
-                gathered = hvd.allgather(np.full((rank + 1, 2), number), name=f"g{name}")
-                assert gathered.shape == (size * (size + 1) // 2, 2)
-                assert (gathered == number).all()
-                root = step % size
-                sent = hvd.broadcast(np.array([rank, step]), root, name=f"b{name}")
-                assert sent.tolist() == [root, step]
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=play, args=(number,)) for number in range(5)]
-    # On every rank in another order.
-    random.Random(rank).shuffle(threads)
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert failures == []
-
-
-def case_one_thread_may_wait_for_what_another_has_started() -> None:
-    handles = [hvd.allreduce_async(np.ones(1000), name=f"w{i}", op=hvd.Sum) for i in range(20)]
-    results: list[float] = []
-    thread = threading.Thread(
-        target=lambda: results.extend(hvd.synchronize(handle)[0] for handle in handles)
-    )
-    thread.start()
-    thread.join(60)
-    assert results == [hvd.size()] * 20
-
-
-def case_init_and_shutdown_may_follow_one_another() -> None:
-    size, rank = hvd.size(), hvd.rank()
-    for _ in range(5):
-        hvd.barrier()
-        hvd.shutdown()
-        hvd.shutdown()
-        assert not hvd.is_initialized()
-        with pytest.raises(ValueError, match="has not been initialized"):
-            hvd.allreduce(np.ones(1))
-        hvd.init()
-        hvd.init()
-        assert (hvd.size(), hvd.rank()) == (size, rank)
-        # Names count from 1 again, and nothing is left of what was in flight.
-        assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == size
-
-
-def case_what_is_in_flight_at_shutdown_ends_as_well() -> None:
-    handle = hvd.allreduce_async(np.ones(1000), name=f"only on rank {hvd.rank()}")
-    hvd.barrier()
-    hvd.shutdown()
-    with pytest.raises((errors.ShutDownError, errors.NotInitializedError)):
-        hvd.synchronize(handle)
-    hvd.init()
-    assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == hvd.size()
-
-
-@pytest.mark.parametrize("ranks", tiers.choose([2, 4], push=[4]))
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_life_in_one_process(case: str, ranks: int):
-    mpirun.cases_of(__file__, ranks).check(case)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -21,6 +20,7 @@ import oracle
 import pytest
 import session
 import tiers
+from configured import raises
 from live_job import LiveJob
 
 import hororing.numpy as hvd
@@ -48,14 +48,6 @@ def uneven(joined: list[int], work: Callable[[list[int]], None]) -> int:
     if hvd.rank() not in joined:
         work([rank for rank in ranks() if rank not in joined])
     return hvd.join()
-
-
-@contextlib.contextmanager
-def raises(kind: type[Exception], *texts: str) -> Iterator[None]:
-    with pytest.raises(kind) as caught:
-        yield
-    for text in texts:
-        assert text in str(caught.value), f"{text!r} is not in: {caught.value}"
 
 
 def listed(members: list[int]) -> str:

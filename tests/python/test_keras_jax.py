@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -20,13 +19,7 @@ if __name__ == "cases":  # on the ranks
     from keras_cases import *  # noqa: F403
     from keras_hierarchical_cases import *  # noqa: F403
 
-CASES = re.findall(
-    r"^def (case_\w+)",
-    Path(__file__).with_name("keras_cases.py").read_text()
-    + Path(__file__).with_name("keras_hierarchical_cases.py").read_text()
-    + Path(__file__).read_text(),
-    flags=re.MULTILINE,
-)
+CASES = mpirun.cases_in("keras_cases.py", "keras_hierarchical_cases.py", Path(__file__).name)
 
 
 @tiers.full

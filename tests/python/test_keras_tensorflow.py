@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +18,7 @@ if __name__ == "cases":  # on the ranks
     from keras_cases import *  # noqa: F403
     from keras_hierarchical_cases import *  # noqa: F403
 
-CASES = re.findall(
-    r"^def (case_\w+)",
-    Path(__file__).with_name("keras_cases.py").read_text()
-    + Path(__file__).with_name("keras_hierarchical_cases.py").read_text()
-    + Path(__file__).read_text(),
-    flags=re.MULTILINE,
-)
+CASES = mpirun.cases_in("keras_cases.py", "keras_hierarchical_cases.py", Path(__file__).name)
 
 
 test_keras_on_tensorflow = session.on_ranks(

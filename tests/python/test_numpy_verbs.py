@@ -5,7 +5,6 @@ What verbs return and refuse, for every framework, is in conformance/.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import itertools
@@ -16,7 +15,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import numpy as np
 import oracle
 import pytest
 import tiers
+from configured import raises
 
 import hororing.numpy as hvd
 from hororing import errors
@@ -58,14 +58,6 @@ def wait_until(true: Callable[[], bool], what: str) -> None:
     while not true():
         assert time.monotonic() < deadline, f"{what} did not happen"
         time.sleep(0)
-
-
-@contextlib.contextmanager
-def raises(kind: type[BaseException], *texts: str) -> Iterator[None]:
-    with pytest.raises(kind) as caught:
-        yield
-    for text in texts:
-        assert text in str(caught.value), f"{text!r} is not in: {caught.value}"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -382,24 +374,45 @@ def case_waiting_lets_other_threads_run() -> None:
     }
 
 
-def case_many_threads_submit_at_once() -> None:
+def case_several_threads_may_call_verbs_at_once() -> None:
     failures: list[BaseException] = []
+    size, rank = hvd.size(), hvd.rank()
 
-    def play(which: int) -> None:
+    def play(number: int) -> None:
         try:
-            for turn in range(20):
-                mine = np.full(which * 100 + 1, hvd.rank() + which)
-                result = hvd.allreduce(mine, name=f"thread.{which}.{turn}", op=hvd.Max)
-                assert (result == hvd.size() - 1 + which).all()
+            for step in range(30):
+                name = f"{number}.{step % 3}"
+                total = hvd.allreduce(np.full(step * 100, rank + 1), name=name, op=hvd.Sum)
+                assert (total == size * (size + 1) // 2).all()
+                gathered = hvd.allgather(np.full((rank + 1, 2), number), name=f"g{name}")
+                assert gathered.shape == (size * (size + 1) // 2, 2)
+                assert (gathered == number).all()
+                root = step % size
+                sent = hvd.broadcast(np.array([rank, step]), root, name=f"b{name}")
+                assert sent.tolist() == [root, step]
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=play, args=(which,)) for which in range(5)]
+    threads = [threading.Thread(target=play, args=(number,)) for number in range(5)]
+    # On every rank in another order.
+    random.Random(rank).shuffle(threads)
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
     assert failures == []
+
+
+def case_one_thread_may_wait_for_what_another_has_started() -> None:
+    handles = [hvd.allreduce_async(np.ones(1000), name=f"w{i}", op=hvd.Sum) for i in range(20)]
+    results: list[float] = []
+    thread = threading.Thread(
+        target=lambda: results.extend(hvd.synchronize(handle)[0] for handle in handles)
+    )
+    thread.start()
+    thread.join(60)
+    assert results == [hvd.size()] * 20
 
 
 def case_shutdown_and_init_again() -> None:

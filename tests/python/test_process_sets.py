@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import session
 import tiers
+from configured import raises
 from live_job import LiveJob
 
 import hororing.numpy as hvd
@@ -54,17 +55,6 @@ def added(*sets: list[int]) -> Iterator[list[hvd.ProcessSet]]:
     made = [hvd.add_process_set(members) for members in sets]
     yield made
     assert all(hvd.remove_process_set(process_set) for process_set in made)
-
-
-def raises(kind: type[Exception], *texts: str) -> Any:
-    @contextlib.contextmanager
-    def check() -> Iterator[None]:
-        with pytest.raises(kind) as caught:
-            yield
-        for text in texts:
-            assert text in str(caught.value), f"{text!r} is not in: {caught.value}"
-
-    return check()
 
 
 def sum_in(process_set: hvd.ProcessSet, **more: Any) -> None:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import mpirun
 import numpy as np
 import pytest
 import tiers
+from hororun_jobs import is_alive, wait_until
 
 import hororing
 from hororing import launch
@@ -45,23 +45,6 @@ def script(text: str, *words: str) -> subprocess.Popen[str]:
         # Shells let what they start in the background ignore it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except OSError:
-        return False
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-# What ranks do. They find this module by the caller's sys.path.
 
 
 def total(factor: float, *, offset: int = 0) -> tuple[int, int, list[float]]:
@@ -331,17 +314,6 @@ def test_ranks_die_with_the_caller(number: signal.Signals):
 
 # ---------------------------------------------------------------------------------------------
 # Other hosts, Horovod's name, notebooks
-
-
-@pytest.fixture
-def rsh(tmp_path: Path) -> str:
-    """Instead of ssh: another environment and folder, but the same host."""
-    file = tmp_path / "rsh"
-    file.write_text(
-        '#!/bin/sh\nhost=$1; shift\ncd /\nexec env -i PATH=/usr/bin:/bin ON=$host sh -c "$*"\n'
-    )
-    file.chmod(0o755)
-    return str(file)
 
 
 def where(data: np.ndarray) -> tuple[str, int, np.ndarray]:

@@ -100,12 +100,14 @@ def case_a_group_has_one_order_although_its_gradients_arrive_in_another_on_each_
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(sgd([first, second]), groups=[[first, second]])
     losses = [(first, 1.0), (second, 100.0)]
-    # Autograd runs first what was computed last.
-    parts = [factor * param.sum() for param, factor in losses[:: 1 if hvd.rank() % 2 else -1]]
-    (parts[0] + parts[1]).backward()
-    optimizer.synchronize()
-    for param, factor in losses:
-        assert torch.equal(param.grad, torch.full((2,), factor))
+    for _ in range(2):  # in their first pass gradients wait for its end
+        optimizer.zero_grad()
+        # Autograd runs first what was computed last.
+        parts = [factor * param.sum() for param, factor in losses[:: 1 if hvd.rank() % 2 else -1]]
+        (parts[0] + parts[1]).backward()
+        optimizer.synchronize()
+        for param, factor in losses:
+            assert torch.equal(param.grad, torch.full((2,), factor))
 
 
 def case_num_groups_works_and_warns():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -182,7 +181,8 @@ class TensorFlow(Player):
         super().__init__()
         self.tf = importlib.import_module("tensorflow")
         # One thread waits in a graph, and another one submits, also on a machine with one core.
-        self.tf.config.threading.set_inter_op_parallelism_threads(2)
+        with contextlib.suppress(RuntimeError):  # TensorFlow runs already
+            self.tf.config.threading.set_inter_op_parallelism_threads(2)
 
     def tensor(self, array: Array) -> Any:
         return self.tf.constant(array)
@@ -262,9 +262,3 @@ PLAYERS = {player.name: player for player in (Player, Torch, TensorFlow, Functio
 @functools.cache
 def player_of(name: str) -> Player:
     return PLAYERS[name]()
-
-
-def available(name: str) -> bool:
-    """Whether its framework is installed (and its adapter there)."""
-    framework = {"function": "tensorflow"}.get(name, name)
-    return all(map(importlib.util.find_spec, (framework, f"hororing.{framework}")))
