@@ -64,12 +64,20 @@ class Training:
         return zlib.crc32(self.weights.tobytes())
 
 
+def begins(worlds: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The steps that were kept of those before each generation.
+
+    They are fewer than it began with if all its members that had the last one have died with it.
+    """
+    steps = [each["step"] for each in worlds]
+    return [min(steps[i:]) for i in range(len(steps))]
+
+
 def replay(worlds: Sequence[Mapping[str, Any]], steps: int, floats: int = FLOATS) -> Iterator[int]:
     """The checksum after each of so many steps, from 0 on, by lines of membership.jsonl."""
     training = Training(floats)
     yield training.crc()
-    ends = [each["step"] for each in worlds[1:]] + [steps]
-    for world, end in zip(worlds, ends, strict=True):
+    for world, end in zip(worlds, [*begins(worlds)[1:], steps], strict=True):
         while training.step < end:
             batch = training.batch(len(world["members"]))
             training.apply(training.gradient(batch), batch)
