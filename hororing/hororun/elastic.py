@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hororing.hororun import history
+from hororing.hororun import elastic_processes, history
 from hororing.hororun.discovery import Finder, Found
 from hororing.hororun.elastic_events import Events
 from hororing.hororun.elastic_flags import Elastic
@@ -434,7 +434,7 @@ class ElasticJob:
         live = self._live()
         if self._generation:
             if not any(each.generation for each in live):
-                self._fail("no process is left that has the state of the training")
+                self._fail(elastic_processes.no_state(self._failures[self._recent :]))
         elif not any(each.uid for each in live):
             # Started again, it would fail again.
             failed = {each.slot for each in self._failures if (each.code or 0) > 0}

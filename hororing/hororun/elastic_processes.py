@@ -89,3 +89,15 @@ def failures(failed: Sequence[ElasticProcess], started: int, generations: int, h
         f"{len(failed)} of {started} processes have failed ({names}{more}); there were "
         f"{generations} generations"
     )
+
+
+def no_state(failed: Sequence[ElasticProcess]) -> str:
+    """Say that nobody is left, and what a script lacks whose processes end with the first one."""
+    text = "no process is left that has the state of the training"
+    codes = [each.code or 0 for each in failed]
+    if codes and codes[0] < 0 < max(codes):
+        text += (
+            "; the others have ended after the first one: a script goes on in a function of "
+            "hvd.elastic.run (docs/elastic.md)"
+        )
+    return text

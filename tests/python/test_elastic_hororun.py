@@ -295,6 +295,17 @@ def test_an_exit_code_of_0_alone_is_no_success():  # push tier, 1 s
     assert "no process is left that has the state of the training" in done.stderr
 
 
+def test_a_script_that_is_not_written_for_it_learns_what_it_lacks():  # push tier, 1 s
+    script = (
+        "import os, signal, numpy as np, hororing.numpy as hvd; hvd.init(); hvd.barrier()\n"
+        "if hvd.rank(): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "hvd.allreduce(np.ones(1))"
+    )
+    done = run("-np", "2", "--min-np", "1", sys.executable, "-c", script)
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    assert "a script goes on in a function of hvd.elastic.run (docs/elastic.md)" in done.stderr
+
+
 def test_who_fails_when_others_have_finished_fails_the_job():  # push tier, 1 s
     script = (
         "import os, sys, time, numpy as np, hororing.numpy as hvd\n"
