@@ -4,6 +4,7 @@
 #include <chrono>
 #include <map>
 
+#include "arithmetic.h"
 #include "state.h"
 
 namespace fake_gpu {
@@ -69,7 +70,7 @@ Header HeaderOf(const char* what, size_t bytes, int type, int op, int root) {
   std::strncpy(header.what, what, sizeof header.what - 1);
   header.bytes = static_cast<int64_t>(bytes);
   header.type = type;
-  header.op = op;
+  header.op = std::min<int>(op, kPreMulSum);  // each rank numbers those that it has made
   header.root = root;
   return header;
 }
