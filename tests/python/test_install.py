@@ -163,7 +163,7 @@ def test_two_ranks_train_with_whatever_mpi_is_installed(
             **variables,
             HORORING_TRANSPORT=transport,
         )
-        assert sorted(trained.splitlines()) == TRAINED
+        assert sorted(re.findall(r"rank .*?]", trained)) == TRAINED
 
 
 def test_the_standard_abi_of_mpi_5_serves_too(wheel: Path, tmp_path: Path):
@@ -176,4 +176,5 @@ def test_the_standard_abi_of_mpi_5_serves_too(wheel: Path, tmp_path: Path):
         **variables,
         HORORING_TRANSPORT="mpi",
     )
-    assert sorted(trained.splitlines()) == TRAINED
+    # Hydra may print the lines of two ranks as one, and an empty one after it.
+    assert sorted(re.findall(r"rank .*?]", trained)) == TRAINED

