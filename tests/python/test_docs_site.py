@@ -22,6 +22,7 @@ def test_the_site_builds_without_a_warning_and_has_the_public_names(tmp_path: Pa
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-5000:]
     page = (tmp_path / "api/torch.html").read_text("utf-8")
+    assert "<blockquote>" not in page  # examples are code
     for name in ("DistributedOptimizer", "allreduce_async_", "elastic.TorchState"):
         assert f'id="hororing.torch.{name}"' in page
     assert "files/examples/elastic_torch.py.html" in (tmp_path / "elastic.html").read_text("utf-8")
