@@ -62,7 +62,7 @@ Status TcpTransport::CheckPeers() {
 TimeNs TcpTransport::Silence(int peer) {
   Peer& state = PeerOf(peer);
   if (peer == rank_ || state.lost || state.closed) return 0;
-  if (closing_ && state.asked_ns == 0) return 0;  // no message may follow kClose
+  if (closing_ && state.asked_ns == 0) return 0;    // no message may follow kClose
   if (!state.channels[kControl].begun()) return 0;  // asking would take a connection
   if (state.asked_ns != 0) return NowNs() - std::max(state.asked_ns, stopped_until());
   state.asked_ns = NowNs();
