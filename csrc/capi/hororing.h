@@ -95,7 +95,7 @@ typedef struct hr_config {
   int32_t launched;        /* the fewest processes that mpirun or the like has started, which find
                               one another by MPI; 0: no launcher */
   const char* transport;   /* "auto", "shm", "tcp", "mpi" */
-  const char* backend;     /* "auto", "host", "shm_direct" */
+  const char* backend;     /* "auto", "host" */
   const char* mpi_library; /* path of the layer for the MPI that is loaded */
   /* Without MPI: this rank, of `size`, which find one another by the caller of hr_init_wait
    * (HR_ASKS). size 0: by MPI. */

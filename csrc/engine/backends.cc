@@ -12,15 +12,8 @@ namespace hororing {
 Status CheckBackends(const BackendOptions& options, const World& world) {
   const std::string& name = options.name;
   const Transport& transport = *world.transport;
-  if (name != "auto" && name != "host" && name != "shm_direct") {
-    return Status(Code::kInvalidArgument,
-                  "unknown backend '" + name + "'; choose auto, host or shm_direct");
-  }
-  if (name == "shm_direct" && dynamic_cast<const ShmTransport*>(&transport) == nullptr) {
-    return Status(Code::kInvalidArgument,
-                  std::string("backend shm_direct needs memory that all ranks share, which the "
-                              "transport '") +
-                      transport.name() + "' does not offer; use backend auto or host");
+  if (name != "auto" && name != "host") {
+    return Status(Code::kInvalidArgument, "unknown backend '" + name + "'; choose auto or host");
   }
   const Algorithm algorithm = options.allreduce.algorithm;
   const std::string setting = std::string("HORORING_ALGORITHM=") + Name(algorithm);

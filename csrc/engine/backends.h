@@ -14,8 +14,7 @@
 namespace hororing {
 
 struct BackendOptions {
-  // "auto", "host" or "shm_direct"; the last one is an error if the ranks share no memory.
-  std::string name = "auto";
+  std::string name = "auto";  // or "host"
   AllreduceOptions allreduce;
   CudaBackend::Options cuda;
 };

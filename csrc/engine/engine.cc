@@ -201,8 +201,8 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   shared_.transport_allows_callers = world->transport->eventcount() != nullptr;
   shared_.mailbox.Attach(world->transport.get());
   // Tuning and counting steps need every request. Other backends compute other bits.
-  const bool direct = shared_.config.backend == "auto" || shared_.config.backend == "shm_direct";
-  if (direct && !shared_.config.tune && shared_.config.timeline_to == 0)
+  const EngineConfig& config = shared_.config;
+  if (config.backend == "auto" && !config.tune && config.timeline_to == 0)
     exchange_ = world->transport->one_shot_exchange();
   neighbours_ = world->neighbours;
   world->transport->Watch(&calls_);

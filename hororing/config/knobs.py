@@ -209,7 +209,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "BACKEND",
-        choice("auto", "host", "shm_direct"),
+        choice("auto", "host"),
         "auto",
         "how batches are reduced; auto: shm_direct if all ranks share memory, hierarchical if only "
         "the ranks of each host do, and host for the rest",

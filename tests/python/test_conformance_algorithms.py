@@ -61,7 +61,6 @@ WAYS = [
     *ways("REPRODUCIBLE=1", {"rank_order"}, "ab", "aab", "aabb"),
     *ways("REPRODUCIBLE=1 TRANSPORT=shm", {"shm_direct", "at_once"}, "aaaa"),
     *ways("BACKEND=host", {"recursive_doubling", *FLAT}, "aaa", "aaaa"),
-    *ways("BACKEND=shm_direct", {"shm_direct", "at_once"}, "aa"),
     *ways("SPIN_US=0", {"shm_direct"}, "aaa"),
     *ways("TRANSPORT=mpi", {"recursive_doubling", *FLAT}, "aa", "aaaa"),
     *ways("TRANSPORT=mpi ALGORITHM=ring", FLAT, "aba"),

@@ -353,12 +353,8 @@ TEST(factory_prefers_shared_memory_and_says_what_is_wrong) {
     return names(MakeBackends(chosen, world, *world.transport, Members::World(2)));
   };
   CHECK_EQ(made("auto", false, shared), std::string("shm_direct host cuda "));
-  CHECK_EQ(made("shm_direct", false, shared), std::string("shm_direct host cuda "));
   CHECK_EQ(made("host", true, shared), std::string("host cuda "));
   CHECK_EQ(made("auto", false, plain), std::string("host cuda "));
-  const Status refused = CheckBackends(options("shm_direct", false), plain);
-  CHECK(refused.code() == Code::kInvalidArgument);
-  CHECK(refused.message().find("plain") != std::string::npos);
   const Status unknown = CheckBackends(options("fast", false), shared);
   CHECK(unknown.code() == Code::kInvalidArgument);
   CHECK(unknown.message().find("fast") != std::string::npos);

@@ -251,7 +251,7 @@ TEST(what_one_rank_cannot_have_is_refused_on_all_with_the_same_words) {
         [&](Player& player) {
           CHECK(player.started.code() == Code::kInvalidArgument);
           CHECK_EQ(player.started.message(),
-                   std::string("unknown backend 'fast'; choose auto, host or shm_direct"));
+                   std::string("unknown backend 'fast'; choose auto or host"));
         },
         [](int rank, EngineConfig& config) { config.backend = rank == 1 ? "fast" : "auto"; });
   }
