@@ -89,7 +89,7 @@ typedef enum hr_state {
   HR_STATE_FAILED = 3   /* a peer was lost or the engine broke; shutdown() still returns */
 } hr_state;
 
-/* Everything the engine is told; filled from hororing/config. Strings are copied. */
+/* All settings of the engine; filled from hororing/config. Strings are copied. */
 typedef struct hr_config {
   /* The world. */
   int32_t launched;        /* the fewest processes that mpirun or the like has started, which find
@@ -224,7 +224,7 @@ typedef struct hr_log_record {
 int hr_abi_version(void);
 const char* hr_version(void);
 
-/* Begins to start an engine. HR_OK, and nothing more, when already initialised. */
+/* Begins to start an engine. Returns HR_OK at once if already initialised. */
 int hr_init(const hr_config* config);
 /* Waits, at most so long and for a second, until all ranks have started their engines: HR_OK; or
  * until that has failed, on all of them. HR_PENDING: call it again, or hr_abort. HR_ASKS: hr_asked
@@ -259,7 +259,7 @@ int hr_topology_now(hr_topology* topology);
 int hr_group_rank_now(int32_t process_set, int32_t* rank, int32_t* size);
 const char* hr_host_name(int32_t rank); /* NULL when there is no such rank or no engine */
 
-/* Text of the last failure on the calling thread, and the rank to blame or -1. */
+/* The text of the last failure on the calling thread, and the rank to blame, or -1. */
 const char* hr_last_error(void);
 int32_t hr_last_error_rank(void);
 
@@ -275,7 +275,7 @@ int64_t hr_submit(const hr_request* request);
  * negated hr_code. */
 int32_t hr_start(hr_request* const* requests, const uintptr_t* addresses, int32_t count,
                  int64_t* handles);
-/* 1 when complete, 0 when pending, HR_INVALID_ARGUMENT negated when there is no such handle. */
+/* 1 if complete, 0 if pending, HR_INVALID_ARGUMENT negated if there is no such handle. */
 int hr_poll(int64_t handle);
 /* For a thread that waits for any of many handles. Blocks until the completion counter exceeds
  * `seen`, or until the timeout. The counter counts handles that a caller had polled or waited for

@@ -1,5 +1,4 @@
-// The C interface: what can be seen of the job and the engine: ranks, hosts, timeline, log,
-// statistics.
+// The C interface: queries about the job and the engine: ranks, hosts, timeline, log, statistics.
 #include <algorithm>
 #include <cstring>
 #include <memory>

@@ -28,7 +28,7 @@ namespace {
 #endif
 
 // The process's engine. `engine` is replaced under the mutex and shared by calls in progress,
-// so that a shutdown on another thread cannot pull it away from under them.
+// so that a shutdown on another thread cannot destroy it during a call.
 struct Process {
   std::mutex mutex;
   std::shared_ptr<Engine> engine;           // GUARDED_BY(mutex)
@@ -40,7 +40,7 @@ struct Process {
   std::shared_ptr<HandleTable> handles = std::make_shared<HandleTable>();
 };
 
-// Never destroyed: handles may be asked for until the very end of the process.
+// Never destroyed: handles may be queried until the very end of the process.
 Process& TheProcess() {
   static Process* process = new Process();
   return *process;
@@ -154,16 +154,16 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
   return options;
 }
 
-// The time that an engine may take to stop once its waits have ended.
+// How long an engine may take to stop once its waits have ended.
 constexpr TimeNs kAbortTime = 2 * kSecond;
 
 Status TimedOut() {
   return Status(Code::kStalled, "shutdown: the engine did not end in time; a peer may be frozen");
 }
 
-// Takes the engine out of the process and ends it. An engine whose loop does not end in time, since
-// it is in a call that does not return, is leaked with its thread: the process is about to end
-// anyway, and anything else could hang or crash.
+// Removes the engine from the process and ends it. If its loop does not end in time, because it is
+// in a call that does not return, it is leaked with its thread: the process is about to end anyway,
+// and anything else could hang or crash.
 int EndEngine(const char* reason, const std::function<bool(Engine&)>& end) {
   if (in_forked_child.load()) return HR_OK;
   Process& process = TheProcess();
@@ -239,7 +239,7 @@ HR_EXPORT int hr_init(const hr_config* config) {
     process.starting = std::move(engine);
     process.generation = config->generation;
   }
-  // It may have been over before there was anything to revoke.
+  // It may have ended before there was an engine to revoke.
   const Status over = CheckGeneration(config->generation);
   if (!over.ok()) RevokeGeneration(config->generation, over);
   return HR_OK;

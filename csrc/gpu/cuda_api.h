@@ -1,9 +1,9 @@
-// The functions that we use of NVIDIA's driver, libcuda.so.1, which is found at run time: the build
-// needs nothing of CUDA, and a machine without a GPU never looks for it.
+// The functions of NVIDIA's driver that we use. libcuda.so.1 is found at run time: the build needs
+// nothing of CUDA, and a machine without a GPU never loads it.
 //
-// Names, numbers and signatures: cuda.h of CUDA 13.0; all of them are there since CUDA 11.2 and
-// the driver keeps them (symbols with a version suffix are never changed, only succeeded).
-// tests/python/test_gpu_declarations.py compares them with the real header where there is one.
+// Names, numbers and signatures are those of cuda.h of CUDA 13.0. All have existed since CUDA 11.2,
+// and the driver keeps them (a symbol with a version suffix never changes; newer ones are added).
+// tests/python/test_gpu_declarations.py compares them with the real header, if present.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@
 
 namespace hororing {
 
-// Opaque to us. A CuAddress is an address in the memory of a device.
+// Opaque types. A CuAddress is an address in device memory.
 using CuResult = int;
 using CuDevice = int;
 using CuAddress = uint64_t;
@@ -96,18 +96,18 @@ struct CudaApi {
   int version = 0;  // of the CUDA that the driver is made for: 13000 is 13.0
   int devices = 0;
 
-  // Loads the driver and starts it. kInvalidArgument with a text for the user where there is none,
-  // where it is too old, or where it finds no device.
+  // Loads the driver and starts it. kInvalidArgument with a text for the user if there is none, if
+  // it is too old, or if it finds no device.
   static Status Load(const std::string& paths, CudaApi* api);
 
-  // kTransport: "cuMemAllocAsync: out of memory (CUDA_ERROR_OUT_OF_MEMORY, 2)"; kInvalidArgument
-  // where the framework captures its stream into a graph, and that is why.
+  // kTransport: "cuMemAllocAsync: out of memory (CUDA_ERROR_OUT_OF_MEMORY, 2)"; kInvalidArgument if
+  // the cause is that the framework captures its stream into a graph.
   Status Check(CuResult result, const char* call) const;
   // The same for an allocation.
   Status CheckMemory(CuResult result, const char* call, size_t bytes) const;
 };
 
-// Tells the user what to do about a collective within the capture of a graph.
+// Tells the user what to do about a collective while a graph is captured.
 std::string CapturedText();
 
 }  // namespace hororing

@@ -64,7 +64,7 @@ Status CudaBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
     HORORING_RETURN_IF_ERROR(entry.ready->StreamWait(device_->stream()));
     flight.ready.push_back(entry.ready);
   }
-  // All ranks come to the same.
+  // All ranks compute the same.
   const auto by_nccl = [&](const BatchEntry& entry) {
     return nccl_ != nullptr && NcclSupports(batch.kind, entry.reduce, transport_.size());
   };
@@ -73,7 +73,7 @@ Status CudaBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
     HORORING_RETURN_IF_ERROR(RunOnDevice(batch, timeout, trace));
   } else if (std::none_of(batch.entries.begin(), batch.entries.end(), by_nccl)) {
     HORORING_RETURN_IF_ERROR(staged_.Run(batch, *device_, timeout, trace));
-  } else {  // a batch for what NCCL can, and one for what it cannot
+  } else {  // one batch for NCCL, and one for the host
     Batch on_device = batch;
     const auto rest =
         std::stable_partition(on_device.entries.begin(), on_device.entries.end(), by_nccl);
@@ -99,7 +99,7 @@ Status CudaBackend::RunOnDevice(const Batch& batch, TimeNs timeout, TraceSink& t
   return RunByNccl(batch, *nccl_, *device_, transport_.size(), deadline, trace);
 }
 
-// All ranks come here with the same batch, so they may exchange something.
+// All ranks get here with the same batch, so they may exchange data.
 Status CudaBackend::Choose(TimeNs deadline) {
   HORORING_RETURN_IF_ERROR(options_.devices->Any(&device_));
   std::shared_ptr<const NcclApi> api;
@@ -128,8 +128,8 @@ Status CudaBackend::Choose(TimeNs deadline) {
   return Status::Ok();
 }
 
-// `nccl_version`: 0 where there is none. `obstacle`: why it cannot be NCCL, the same on every rank;
-// empty where it can.
+// `nccl_version`: 0 if there is none. `obstacle`: why NCCL cannot be used, the same on every rank;
+// empty if it can.
 Status CudaBackend::Compare(int nccl_version, TimeNs deadline, std::string* obstacle) {
   const size_t size = static_cast<size_t>(transport_.size());
   Card mine;
@@ -148,7 +148,7 @@ Status CudaBackend::Compare(int nccl_version, TimeNs deadline, std::string* obst
   return Status::Ok();
 }
 
-// Why NCCL cannot connect the ranks; empty where it can.
+// Why NCCL cannot connect the ranks; empty if it can.
 std::string CudaBackend::Obstacle(const std::vector<Card>& cards) const {
   std::set<std::string> devices;
   for (size_t rank = 0; rank < cards.size(); ++rank) {

@@ -1,8 +1,8 @@
 // CudaBackend: batches of tensors on CUDA devices, for one process set. They go through NCCL if
 // every rank has it and a device of its own, otherwise through host memory (ADR 0023).
 //
-// The ranks agree on one of the two when the first batch comes. Run returns when everything is in
-// the device's private stream, with an event behind it (`done`). Look reports later failures.
+// The ranks agree on one of the two at the first batch. Run returns when all work is in the
+// device's private stream, followed by an event (`done`). Poll reports later failures.
 #pragma once
 
 #include <deque>

@@ -31,7 +31,7 @@ CuAddress AddressOf(const void* memory) { return reinterpret_cast<CuAddress>(mem
 
 }  // namespace
 
-// Errors are ignored: the context is lost then, and the next call reports it.
+// Errors are ignored: they mean that the context is lost, and the next call reports that.
 DeviceEvent::~DeviceEvent() {
   const Device::Current current(*device_);
   device_->api().event_destroy(event_);
@@ -105,7 +105,7 @@ Status Device::Start() {
       api.Check(api.device_get_name(text, sizeof text, device_), "cuDeviceGetName"));
   name_ = text;
   HORORING_RETURN_IF_ERROR(api.Check(api.device_get_uuid(&uuid_, device_), "cuDeviceGetUuid"));
-  // The one that the framework uses, too.
+  // The framework uses the same context.
   HORORING_RETURN_IF_ERROR(
       api.Check(api.primary_ctx_retain(&context_, device_), "cuDevicePrimaryCtxRetain"));
   const Current current(*this);

@@ -1,5 +1,5 @@
-// Device: one GPU as the engine uses it: a private stream that orders all of its work, events that
-// connect that stream to the framework's, and memory.
+// Device: one GPU: a private stream that orders all the engine's work on it, events that connect
+// that stream to the framework's streams, and memory.
 //
 //   framework's stream   ... backward | event ----------- wait | step ...
 //   private stream           wait ----+ pack reduce unpack | event ----+
@@ -35,7 +35,7 @@ class DeviceEvent {
 
   // Whether the device has reached it.
   Status Poll(bool* reached) const;
-  // Later work in `stream` of that device waits until it has.
+  // Makes later work in `stream` of that device wait for it.
   Status StreamWait(CuStream stream) const;
   const Device& device() const { return *device_; }
 
@@ -44,8 +44,8 @@ class DeviceEvent {
   const CuEvent event_;
 };
 
-// Memory of a device, in the order of its private stream: work there may write it at once, and it
-// is released when that stream is done.
+// Device memory, allocated in the order of the private stream: work there may write it at once, and
+// it is released when that stream has finished its work so far.
 class DeviceMemory {
  public:
   DeviceMemory(std::shared_ptr<const Device> device, CuAddress address)
@@ -55,8 +55,8 @@ class DeviceMemory {
   DeviceMemory& operator=(const DeviceMemory&) = delete;
 
   void* data() const { return reinterpret_cast<void*>(address_); }
-  // Copies `bytes` to `to` in the order of `stream`, and ends there. REQUIRES: `stream` waits for
-  // what was written here.
+  // Copies `bytes` to `to` in the order of `stream`, and is released there. REQUIRES: `stream`
+  // waits for the writes to this memory.
   Status MoveTo(void* to, size_t bytes, CuStream stream);
 
  private:
@@ -105,7 +105,7 @@ class Device : public std::enable_shared_from_this<Device> {
 
   // kInvalidArgument while `stream` is captured into a graph.
   Status RefuseCaptured(CuStream stream) const;
-  // The point to which `stream` has come. kInvalidArgument as before.
+  // The present point of `stream`. kInvalidArgument as before.
   Status Record(CuStream stream, std::shared_ptr<DeviceEvent>* event) const;
 
   // On the private stream.
@@ -113,17 +113,17 @@ class Device : public std::enable_shared_from_this<Device> {
   Status CopyToDevice(void* to, const void* from, size_t bytes) const;
   Status CopyOnDevice(const std::vector<DeviceCopy>& copies) const;  // REQUIRES: none is empty
   Status Allocate(size_t bytes, std::shared_ptr<DeviceMemory>* memory) const;
-  // Ends memory of Allocate when `stream` has come so far. REQUIRES: Current.
+  // Releases memory of Allocate when `stream` reaches this point. REQUIRES: Current.
   Status ReleaseMemory(CuAddress address, CuStream stream) const;
 
   Status AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memory) const;
-  // Memory for long, until Free.
+  // Long-lived memory, until Free.
   Status AllocatePlain(size_t bytes, void** memory) const;
   void Free(void* memory) const;
 
-  // Makes the device's context that of this thread, for a while. NCCL wants it so, too. What is
-  // called meanwhile does not break a capture that the framework has under way elsewhere, as most
-  // calls would (events that are asked, memory that is allocated).
+  // Makes the device's context current on this thread while it exists. NCCL needs that, too. Calls
+  // meanwhile do not break a capture that the framework runs on another thread, as most calls
+  // otherwise would (querying events, allocating memory).
   class Current {
    public:
     explicit Current(const Device& device);
@@ -135,7 +135,7 @@ class Device : public std::enable_shared_from_this<Device> {
    private:
     const Device& device_;
     Status status_;
-    int capture_mode_ = kCuStreamCaptureModeRelaxed;  // then what it was before
+    int capture_mode_ = kCuStreamCaptureModeRelaxed;  // after the constructor: the previous one
   };
 
  private:

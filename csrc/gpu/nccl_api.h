@@ -90,8 +90,8 @@ struct NcclApi {
   Library library;
   int version = 0;  // 23203 is 2.32.3
 
-  // Loads the first of `paths` that can be loaded: "a:b:c". kInvalidArgument with a text for the
-  // user where there is none, or where it is too old.
+  // Loads the first of `paths` ("a:b:c") that can be loaded. kInvalidArgument with a text for the
+  // user if there is none, or if it is too old.
   static Status Load(const std::string& paths, NcclApi* api);
   // "2.32.3"
   std::string version_text() const;

@@ -11,25 +11,25 @@
 namespace hororing {
 namespace {
 
-// Between two looks at something that does not call.
+// Time between two polls of a state that raises no event.
 constexpr TimeNs kCheckInterval = 100 * kMicrosecond;
-// How long to look without a pause: most groups take no longer to get into the stream.
+// How long to poll without a pause: most groups are in the stream by then.
 constexpr TimeNs kBusy = 30 * kMicrosecond;
-// For what lies in the stream behind kernels that were aborted.
+// Time for work in the stream behind aborted kernels.
 constexpr TimeNs kAbortSleep = 200 * kMillisecond;
-// Between two looks at whether all peers are alive.
+// Time between two checks whether all peers are alive.
 constexpr TimeNs kPeersInterval = 20 * kMillisecond;
 
-// Operations with a factor that a communicator has at a time.
+// The maximum number of operations with a factor per communicator.
 constexpr size_t kMaxScaledSums = 64;
 
 // Rank 0 sends this to the others.
 struct Invitation {
-  int32_t sent = 0;  // zero: rank 0 has no id to give
+  int32_t sent = 0;  // zero: rank 0 has no id
   NcclId id = {};
 };
 
-// A number as NCCL reads it: in the type of the tensor.
+// A number in the tensor's type, as NCCL reads it.
 struct Scalar {
   explicit Scalar(DataType dtype, double value) {
     const float narrow = static_cast<float>(value);
@@ -113,7 +113,7 @@ void NcclCommunicator::Abort() {
   if (comm_ != nullptr) api_->comm_abort(std::exchange(comm_, nullptr));
 }
 
-// Waits for work in the stream behind NCCL's kernels: it uses memory that is freed next.
+// Waits for work behind NCCL's kernels in the stream, because it uses memory that is freed next.
 void NcclCommunicator::SleepAfterAbort() const {
   std::shared_ptr<DeviceEvent> idle;
   bool reached = !device_->Record(device_->stream(), &idle).ok();
@@ -123,7 +123,7 @@ void NcclCommunicator::SleepAfterAbort() const {
   }
 }
 
-// Waits until NCCL has finished the call that it has begun.
+// Waits until NCCL has finished its current call.
 Status NcclCommunicator::Settle(NcclResult begun, const char* call, TimeNs deadline) {
   if (begun != kNcclSuccess && begun != kNcclInProgress) return api_->Check(begun, call, comm_);
   const TimeNs sleep = After(NowNs(), kBusy);
@@ -172,7 +172,7 @@ Status NcclCommunicator::Leave(TimeNs deadline) {
   HORORING_RETURN_IF_ERROR(current.status());
   HORORING_RETURN_IF_ERROR(Settle(api_->comm_finalize(comm_), "ncclCommFinalize", deadline));
   const NcclResult destroyed = api_->comm_destroy(std::exchange(comm_, nullptr));
-  // There is nothing left to ask whether it has come to its end.
+  // After the call, the state of the communicator can no longer be queried.
   return destroyed == kNcclInProgress ? Status::Ok() : api_->Check(destroyed, "ncclCommDestroy");
 }
 
@@ -191,7 +191,7 @@ Status NcclCommunicator::ScaledSum(DataType dtype, double factor, NcclOp* op) {
   return Status::Ok();
 }
 
-// An operation may end as soon as the calls that use it have returned.
+// An operation may be freed as soon as the calls that use it have returned.
 Status NcclCommunicator::LimitScaledSums() {
   if (scaled_sums_.size() < kMaxScaledSums) return Status::Ok();
   for (const auto& [what, old] : scaled_sums_) {

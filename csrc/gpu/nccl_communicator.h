@@ -1,4 +1,4 @@
-// NcclCommunicator: NCCL's communicator for the ranks of one process set, each with its device.
+// NcclCommunicator: NCCL's communicator for one process set, each rank with its own device.
 //
 // It is non-blocking: the state of an operation is polled until it is done, a peer is dead or a
 // deadline passes. After any error the communicator is aborted, which ends its kernels.
@@ -36,25 +36,25 @@ class NcclCommunicator {
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  // One group of calls, which `enqueue` makes, on the device's private stream. Returns when they
-  // are in the stream, so that events may follow.
+  // One group of calls, made by `enqueue`, on the device's private stream. Returns when they are in
+  // the stream, so that an event can follow.
   Status Group(const std::function<NcclResult()>& enqueue, TimeNs deadline);
   // kTransport if an operation in the stream has failed.
   Status Poll() const;
   // All ranks call it when the stream is empty.
   Status Leave(TimeNs deadline);
 
-  // The operation that multiplies by `factor` before it sums; good until LimitScaledSums. REQUIRES:
-  // a floating-point type.
+  // The operation that multiplies by `factor` before summing; valid until LimitScaledSums.
+  // REQUIRES: a floating-point type.
   Status ScaledSum(DataType dtype, double factor, NcclOp* op);
-  // Called before each batch: ends the operations if there are many. Factors that change from step
-  // to step would fill NCCL's table.
+  // Called before each batch: frees the operations if there are many, because factors that change
+  // in every step would fill NCCL's table.
   Status LimitScaledSums();
   // Memory for fusion, allocated once. All ranks call it, with the same `bytes`, and exchange the
   // result. The buffer exists on all ranks or on none, because they must make the same calls.
   Status MakeFusionBuffer(size_t bytes, TimeNs deadline);
   std::byte* fusion_buffer() const { return static_cast<std::byte*>(fusion_); }
-  size_t fusion_bytes() const { return fusion_bytes_; }  // 0: there is none
+  size_t fusion_bytes() const { return fusion_bytes_; }  // 0: no buffer
 
   const NcclApi& api() const { return *api_; }
   NcclComm comm() const { return comm_; }
@@ -71,7 +71,7 @@ class NcclCommunicator {
   const std::shared_ptr<const NcclApi> api_;
   const std::shared_ptr<Device> device_;
   Transport& transport_;
-  NcclComm comm_ = nullptr;  // null before creation and after the end
+  NcclComm comm_ = nullptr;  // null before creation, after Leave and Abort
   bool aborted_ = false;
   std::map<std::pair<DataType, double>, NcclOp> scaled_sums_;
   bool fusion_asked_ = false;

@@ -36,11 +36,11 @@ Extent ExtentOf(const Batch& batch, const BatchEntry& entry, int rank) {
 
 Status StagedBatches::Run(const Batch& batch, const Device& device, TimeNs timeout,
                           TraceSink& trace) {
-  // A broadcast's output is its input, so that backends move nothing they need not.
+  // A broadcast's output is its input, which saves backends a copy.
   const bool in_place =
       batch.kind == Collective::kBroadcast || batch.kind == Collective::kAllreduce;
   std::vector<Extent> extents;
-  size_t total = kEntryAlign;  // something, so that there is memory
+  size_t total = kEntryAlign;  // never zero bytes
   for (const BatchEntry& entry : batch.entries) {
     const Extent extent = ExtentOf(batch, entry, transport_.rank());
     extents.push_back(extent);
@@ -64,7 +64,7 @@ Status StagedBatches::Run(const Batch& batch, const Device& device, TimeNs timeo
     HORORING_RETURN_IF_ERROR(device.CopyToHost(const_cast<void*>(entry.input),
                                                batch.entries[i].input, extents[i].input));
   }
-  // Also where nothing was copied: the buffer may still be on its way to the device.
+  // Even if nothing was copied: the buffer may still be in transit to the device.
   std::shared_ptr<DeviceEvent> fetched;
   HORORING_RETURN_IF_ERROR(device.Record(device.stream(), &fetched));
   HORORING_RETURN_IF_ERROR(Synchronize(*fetched));
@@ -79,7 +79,7 @@ Status StagedBatches::Run(const Batch& batch, const Device& device, TimeNs timeo
   return Status::Ok();
 }
 
-// At least `bytes`. What lies there is given up when the device is done with it.
+// Provides at least `bytes`. A smaller buffer is freed when the device has finished with it.
 Status StagedBatches::Reserve(const Device& device, size_t bytes) {
   if (bytes_ >= bytes) return Status::Ok();
   if (buffer_ != nullptr) {
@@ -94,7 +94,7 @@ Status StagedBatches::Reserve(const Device& device, size_t bytes) {
   return Status::Ok();
 }
 
-// However long the framework's kernels before it take: as long as all peers are alive.
+// Waits for the framework's earlier kernels for as long as all peers are alive.
 Status StagedBatches::Synchronize(const DeviceEvent& event) {
   TimeNs look_at_peers = After(NowNs(), kPeersInterval);
   for (;;) {

@@ -21,8 +21,8 @@ class StagedBatches {
   StagedBatches(Transport& transport, std::vector<Backend*> host)
       : transport_(transport), host_(std::move(host)) {}
 
-  // The private stream of `device` already waits for the inputs. The outputs are complete when that
-  // stream is done. `timeout` limits every wait for a peer.
+  // REQUIRES: the private stream of `device` waits for the inputs. The outputs are complete when
+  // that stream has finished. `timeout` limits every wait for a peer.
   Status Run(const Batch& batch, const Device& device, TimeNs timeout, TraceSink& trace);
   size_t scratch_bytes() const { return bytes_; }
 

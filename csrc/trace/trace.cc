@@ -36,7 +36,7 @@ void TraceSink::Disable() {
 void TraceSink::Add(TraceEvent event) {
   if (!enabled()) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  // Asked again under the lock: no event can slip in after Disable and the last Drain.
+  // Checked again under the lock, so that no event is added after Disable and the last Drain.
   if (!enabled()) return;
   if (events_.size() >= kMaxPending) {
     ++dropped_;

@@ -59,7 +59,7 @@ class TraceSink {
   bool mark_cycles() const { return mark_cycles_.load(std::memory_order_relaxed); }
 
   void Add(TraceEvent event);  // dropped while disabled
-  // Shorthands that return at once while disabled.
+  // Short forms that return at once while disabled.
   void Span(Stage stage, Track track, const std::string& tensor, TimeNs begin_ns, TimeNs end_ns,
             int64_t bytes = -1);
   void CycleStart(TimeNs now);
