@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import tiers
+from hororun_jobs import ROOT, start
 from live_job import PATIENCE_S, poll
-from test_hororun import ROOT, start
 
 pytestmark = [tiers.full, pytest.mark.timeout(300)]
 
