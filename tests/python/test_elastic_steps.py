@@ -10,6 +10,7 @@ import pytest
 import tiers
 from elastic_ranks import ElasticJob
 
+from hororing.elastic import steps as steps_module
 from hororing.elastic.steps import Place, Steps
 from hororing.errors import ShutDownError
 from hororing.rendezvous.generations import Member
@@ -400,6 +401,7 @@ def test_steps_since_the_mark_are_replayed_and_no_others():
 def test_news_are_heard_by_all_ranks_with_the_next_step(monkeypatch: pytest.MonkeyPatch):
     hvd = pytest.importorskip("hororing.numpy")
     hvd.init()
+    monkeypatch.setattr(steps_module, "_SHARE_S", 0.0)  # in each step
     updates = [(3, 1)]
     steps = Steps(lambda: updates[-1])
     steps.mark(keeps_parameters=True)
@@ -418,6 +420,27 @@ def test_news_are_heard_by_all_ranks_with_the_next_step(monkeypatch: pytest.Monk
     steps.mark(keeps_parameters=True)
     monkeypatch.setattr(hvd, "allreduce_async", lambda *_, **__: fail(ShutDownError()))
     assert steps.take(lambda: "taken") == "taken"
+
+
+@pytest.mark.parametrize(("step_s", "requests"), [(0.0, 1), (0.01, 10), (0.2, 100)])
+def test_news_are_shared_ten_times_a_second(
+    step_s: float, requests: int, monkeypatch: pytest.MonkeyPatch
+):
+    hvd = pytest.importorskip("hororing.numpy")
+    hvd.init()
+    now = [0.0]
+    monkeypatch.setattr(steps_module.time, "monotonic", lambda: now[0])
+    steps, started = Steps(lambda: (int(now[0] * 1e6) + 1, 1)), []
+    start = hvd.allreduce_async
+    monkeypatch.setattr(hvd, "allreduce_async", lambda *a, **k: started.append(a) or start(*a, **k))
+    steps.begin(Place(), keeps_parameters=True)
+    for _ in range(100):
+        now[0] += step_s
+        steps.take(lambda: None)
+        steps.mark(keeps_parameters=True)
+        assert steps.updates_shared == (steps.place.step > 1)  # no mark has to ask rank 0
+        steps.agreed()
+    assert abs(len(started) - requests) <= 1
 
 
 def fail(error: Exception) -> None:
