@@ -48,7 +48,7 @@ class RayExecutor:
     use_gpu, gpus_per_worker : likewise; by default one GPU for each. A rank sees the GPUs
         of all ranks of its node, so that `hvd.local_rank()` is the number of its own.
     use_current_placement_group : if this process runs in a placement group, so do the actors; only
-        with `num_workers`.
+        with `num_workers`, and not in an elastic job.
     min_workers, max_workers : with one of these the job is elastic (docs/elastic.md): `run` calls
         the result of `hvd.elastic.run` in new actors. It continues without lost actors while there
         are `min_workers`, and replaces them. It begins with at least `num_workers` (`min_workers`),
@@ -57,7 +57,7 @@ class RayExecutor:
     cooldown_range : shortest and longest time until another actor replaces a failed one, in
         seconds.
     elastic_timeout : longest time with fewer than `min_workers`, in seconds.
-    override_discovery : no effect: the cluster is searched for room.
+    override_discovery : False is an error: the cluster says where there is room.
 
     Raises
     ------
@@ -84,8 +84,20 @@ class RayExecutor:
         is_elastic = min_workers is not None or max_workers is not None
         if is_elastic and num_hosts is not None:
             raise ValueError("RayExecutor: num_hosts excludes min_workers and max_workers")
-        if not is_elastic and (reset_limit is not None or cooldown_range is not None):
-            raise ValueError("RayExecutor: reset_limit and cooldown_range need min_workers")
+        if is_elastic and num_workers_per_host != 1:
+            raise ValueError("RayExecutor: num_workers_per_host needs num_hosts")
+        for name, value, default in (
+            ("reset_limit", reset_limit, None),
+            ("cooldown_range", cooldown_range, None),
+            ("elastic_timeout", elastic_timeout, 600),
+        ):
+            if not is_elastic and value != default:
+                raise ValueError(f"RayExecutor: {name}={value!r} needs min_workers or max_workers")
+        if not override_discovery:
+            raise ValueError(
+                "RayExecutor: override_discovery=False: Ray says where there is room; to find "
+                "hosts by a script, use hororun --host-discovery-script"
+            )
         if not is_elastic and (num_workers is None) == (num_hosts is None):
             raise ValueError(
                 f"RayExecutor: num_workers={num_workers}, num_hosts={num_hosts}: give one of them, "
@@ -137,7 +149,8 @@ class RayExecutor:
 
         Parameters
         ----------
-        timeout_s : how long actors may take to start, in seconds.
+        timeout_s : how long actors may take to start, in seconds. In an elastic job,
+            the executor's `elastic_timeout` limits this and the next one.
         placement_group_timeout_s : how long Ray may take to find room for them.
         nics : as HORORING_INTERFACE; one interface.
         verbose : no effect.
@@ -220,8 +233,8 @@ class RayExecutor:
         KeyboardInterrupt : all actors were ended.
         """
         if callbacks:
-            raise ValueError("run: there are no callbacks: let rank 0 write what is to be known")
-        return self.execute(_call_of(fn, args, kwargs))
+            raise ValueError("run: callbacks are not supported: rank 0 can write to a file instead")
+        return self._execute("run", _call_of(fn, args, kwargs))
 
     def run_remote(
         self,
@@ -237,7 +250,10 @@ class RayExecutor:
 
     def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call `fn` on all ranks with the rank's `executable_cls` object; otherwise as `run`."""
-        return self._call(fn) if self._call else self._all("run", "execute", fn)
+        return self._execute("execute", fn)
+
+    def _execute(self, doing: str, fn: Callable[[Any], Any]) -> list[Any]:
+        return self._call(fn) if self._call else self._all(doing, "execute", fn)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Like `execute`, on rank 0 alone. Returns its result."""
