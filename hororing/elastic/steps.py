@@ -35,7 +35,7 @@ from hororing import arguments, collectives, job
 from hororing.errors import HororingInternalError
 
 _BITS = 2  # for the kind of change, below its time
-# Ranks share updates so often, but at least once in so many steps.
+# Ranks share updates this often, in seconds, but at least once in this number of steps.
 _SHARE_S, _MOST_STEPS = 0.1, 100
 
 

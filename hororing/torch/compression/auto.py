@@ -99,11 +99,11 @@ class Exact(Method):
     of: Auto = Auto()
 
     def traffic(self, param: torch.Tensor, ranks: int) -> float:
-        """As much as without."""
+        """Return 1: as many bytes as without compression."""
         return 1.0
 
     def reduce(self, piece: Piece, link: Link) -> Steps:
-        """Add up."""
+        """Sum the gradients uncompressed."""
         total = yield link.sum(piece.flat.clone(), "sum")
         piece.flat.zero_()
         total /= piece.divisor
