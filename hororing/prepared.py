@@ -65,6 +65,11 @@ class PersistentAllreduce(Gradient):
         if self.request is not None:
             self.request.weight = ffi.NULL if cell is None else cell
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is in flight, or `wait_in` returns at once."""
+        return not self.handle or bool(lib.hr_poll(self.handle))
+
     def wait_in(self, stream: int = 0) -> Any:
         """Wait for the started request, if it is in flight; return its tensor.
 

@@ -124,7 +124,7 @@ class Reducer(Passes):
         self._optimizer = weakref.ref(optimizer)
         self._names = {id(param): (name, param) for name, param in named}
         self._prefix = prefix
-        self.weighing = Weighing(f"{prefix}.sum_of_weights", self.members)
+        self.weighing = Weighing(f"{prefix}.sum_of_weights", options.process_set, self.members)
         self._gradients: dict[int, Entry] = {}  # by id(parameter)
         self._groups: list[Group] = []
         # See Note [Shared parameters]: whether `step()` reduces; what newer reducers reduce; and
@@ -350,7 +350,8 @@ class Reducer(Passes):
             for group in self._groups:
                 with collect(self._failures):
                     group.flush(self.options, self.weighing.current)
-            self.weighing.send_total(self._failures)
+            with collect(self._failures):
+                self.weighing.send_total()
         self.phase = Phase.SENT
 
     def _send_late(self, entries: list[Entry]) -> None:

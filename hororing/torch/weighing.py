@@ -6,7 +6,9 @@ added, with the weight n[p] and N[p] = n[1] + ... + n[p], the present value is m
 Nothing exceeds the range of 16-bit floats.
 
 The requests of all gradients read one number, so the cost of a new weight does not depend on how
-many there are. Another request sums the weights, for the case that all are 0.
+many there are. Another request sums the weights, for the case that all are 0, and for gradients
+that are compressed: their errors count like gradients of weight 1, so each rank multiplies its
+gradients by its weight relative to the mean.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from hororing import arguments
 from hororing.collectives import HOST
 from hororing.failures import fail
 from hororing.prepared import PersistentAllreduce, new_weight, start_many
+from hororing.process_sets import ProcessSet
 from hororing.torch.adapter import DTYPES
 from hororing.torch.passes import Phase
+from hororing.torch.verbs import verbs
 
 if TYPE_CHECKING:
     from hororing.torch.gradient import Gradient
@@ -47,7 +51,7 @@ def checked_weight(weight: Any, op: int) -> float | None:
 class Weighing:
     """The weights of one reducer. `name` is the name of the request that sums them."""
 
-    def __init__(self, name: str, members: int) -> None:
+    def __init__(self, name: str, members: ProcessSet, number_of_set: int) -> None:
         self.weight: float | None = None  # of later passes; None: all count the same
         self.cell = new_weight()  # from which the requests read this rank's weight, of all passes
         self.sent: float | None = None  # weight of the latest gradients
@@ -57,9 +61,15 @@ class Weighing:
         self._ended = 0.0  # weight of the passes of this step that have ended
         self._shares: tuple[float, float] | None = None  # of them and of this pass, from the second
         self._weighed: set[int] = set()  # ids of the gradients' parameters, in this pass
-        self._total = torch.zeros(1, dtype=torch.float64, device="cpu")
+        # Sums over ranks: the weights, the weights times `_small`, and how many ranks have one.
+        self._total = torch.zeros(3, dtype=torch.float64, device="cpu")
+        self._started = self._checks = False  # the sum, in this step; whether all ranks have one
+        self._problem: Exception | None = None  # the error of the sum
+        self._name, self._members = name, members
         self._request = PersistentAllreduce(HOST)
-        self._request.prepare(name, DTYPES[torch.float64], (1,), arguments.Sum, process_set=members)
+        self._request.prepare(
+            name, DTYPES[torch.float64], (3,), arguments.Sum, process_set=number_of_set
+        )
 
     @property
     def current(self) -> float | None:
@@ -144,20 +154,64 @@ class Weighing:
             param.grad.copy_(_times(param.grad, self._shares[0]))
         self._weighed.add(id(param))
 
-    def send_total(self, failures: list[Exception]) -> None:
-        """Start the sum of the ranks' weights; an error goes to `failures`."""
-        self.sent, self.all_zero = self.current, False
-        if self.sent is not None:
-            self._start_total(self.sent, failures)
+    def send_total(self, *, always: bool = False) -> None:
+        """Start the sum of the ranks' weights, once in a step.
 
-    def _start_total(self, weight: float, failures: list[Exception]) -> None:
-        self._total[0] = weight
+        always : all ranks call it, also those without a weight, and `wait_total` compares them.
+        """
+        if self._started:
+            return
+        self.sent, self.all_zero = self.current, False
+        if always or self.sent is not None:
+            self._checks = always
+            self._start_total()
+
+    def _start_total(self) -> None:
+        weight = self.sent or 0.0
+        values = [weight, weight * self._small, float(self.sent is not None)]
+        self._total.copy_(torch.tensor(values, dtype=torch.float64, device="cpu"))
         started, code = start_many([self._request], [self._total.data_ptr()], [self._total], [])
+        if not started:
+            fail(code)
+        self._started = True
+
+    @property
+    def _small(self) -> float:
+        """A power of two; a sum of weights that are multiplied by it is finite."""
+        return 0.5 ** len(self._members.ranks).bit_length()
+
+    @property
+    def total_is_known(self) -> bool:
+        """Whether `wait_total` returns at once."""
+        return self._request.is_complete
+
+    def wait_total(self) -> None:
+        """Wait for the sum, if it was started; `share` raises its error."""
+        if not self._request.handle:
+            return
         try:
-            if not started:
-                fail(code)
+            self._request.wait_in()
+            count, size = int(self._total[2]), len(self._members.ranks)
+            if self._checks and 0 < count < size:
+                # This request fails and lists the ranks, unless the others have joined.
+                verbs.allreduce(
+                    torch.zeros(1, device="cpu"), name=f"{self._name}.ranks",
+                    op=arguments.Average, process_set=self._members, weight=self.sent,
+                )  # fmt: skip
+            self.all_zero = count > 0 and float(self._total[0]) == 0
         except Exception as error:
-            failures.append(error)
+            self._problem = error
+
+    def share(self) -> float:
+        """Return this rank's weight, relative to the mean over ranks. REQUIRES: `wait_total`."""
+        if self._problem is not None:
+            raise self._problem
+        if self.sent is None or self.all_zero:
+            return 1.0
+        total, weight = float(self._total[0]), self.sent
+        if total > 1:  # it may be infinite
+            total, weight = float(self._total[1]), weight * self._small
+        return weight * len(self._members.ranks) / total
 
     def finish_total(self, failures: list[Exception]) -> None:
         """Wait for the sum, if it was started; not after failures: others may never start it.
@@ -166,16 +220,14 @@ class Weighing:
         request is left.
         """
         differ = any("weights differ" in str(error) for error in failures)
-        if differ and self.sent is None:
-            self._start_total(0.0, failures)
+        if differ and not self._started:
+            self._start_total()
         if failures and not differ:
             self._abandon_total()
-        elif self._request.handle:
-            try:
-                self._request.wait_in()
-                self.all_zero = float(self._total[0]) == 0
-            except Exception as error:
-                failures.append(error)
+        self.wait_total()
+        if self._problem is not None and not failures:
+            failures.append(self._problem)
+        self._started, self._problem = False, None
 
     def abandon(self) -> None:
         """Forget everything in flight, and all passes."""
@@ -186,6 +238,7 @@ class Weighing:
         if self._request.handle:
             self._request.abandon()
             self._total = torch.zeros_like(self._total)  # the core may still write to the old one
+        self._started, self._problem = False, None
 
 
 def _times(grad: torch.Tensor, factor: float) -> torch.Tensor:

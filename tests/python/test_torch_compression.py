@@ -148,6 +148,95 @@ def case_what_is_not_sent_is_kept():
                 )
 
 
+def weights(step: int) -> list[float]:
+    """By rank; some are 0."""
+    made = np.random.default_rng([mpirun.seed(), step])
+    return made.integers(0, 3, hvd.size()) * made.choice([0.1, 7, 8e307]) + (
+        np.arange(hvd.size()) == step % hvd.size()
+    )
+
+
+def weighted_gradients(step: int) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+    """Gradients by rank, not-a-number where the weight is 0, and their weighted mean."""
+    given, shares = gradients(step), np.array(weights(step))
+    shares = shares / shares.max() / (shares / shares.max()).sum()
+    mean = [
+        sum(each[at] * share for each, share in zip(given, shares, strict=True))
+        for at in range(len(SHAPES))
+    ]
+    for each, weight in zip(given, shares, strict=True):
+        if weight == 0:
+            each[:] = [torch.full_like(tensor, np.nan) for tensor in each]
+    return given, mean
+
+
+def case_weighted_means_and_errors_add_up():
+    for method in [*METHODS, hvd.Compression.topk(ratio=1.0)]:
+        named = parameters()
+        optimizer = distributed(named, method)
+        reduced, exact = ([torch.zeros_like(param) for _, param in named] for _ in range(2))
+        for step in range(STEPS):
+            given, mean = weighted_gradients(step)
+            optimizer.zero_grad()
+            optimizer.weight = weights(step)[hvd.rank()]
+            backward(named, given[hvd.rank()])
+            assert_equal_on_all_ranks(*(param.grad for _, param in named))
+            for at, (_, param) in enumerate(named):
+                reduced[at] += param.grad
+                exact[at] += mean[at]
+                if method == hvd.Compression.topk(ratio=1.0):
+                    torch.testing.assert_close(param.grad, mean[at], rtol=1e-12, atol=1e-12)
+            optimizer.step()
+        errors = held_errors(optimizer)
+        for at, (name, param) in enumerate(named):
+            left = hvd.allreduce(errors.get(name, torch.zeros_like(param)))
+            torch.testing.assert_close(reduced[at] + left, exact[at], rtol=1e-9, atol=1e-9)
+
+
+def case_steps_whose_weights_are_all_zero_change_nothing():
+    for method in METHODS:
+        named = parameters()
+        optimizer = distributed(named, method)
+        optimizer.weight = hvd.rank() + 1
+        backward(named, gradients(0)[hvd.rank()])
+        optimizer.step()
+        before = copy.deepcopy([held_errors(optimizer), [param for _, param in named]])
+        optimizer.zero_grad()
+        optimizer.weight = 0
+        backward(named, [torch.full_like(each, np.nan) for each in gradients(1)[hvd.rank()]])
+        optimizer.step()
+        after = [held_errors(optimizer), [param for _, param in named]]
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def case_a_weight_on_some_ranks_only_is_an_error():
+    if hvd.size() == 1:
+        return
+    for method in METHODS:
+        named = [each for each in parameters() if each[1].numel() > 1000]  # nothing is uncompressed
+        optimizer = distributed(named, method)
+        given = [each for each in gradients(0)[hvd.rank()] if each.numel() > 1000]
+        for weight in (None, 2.0 if hvd.rank() == 1 else None, 1.0, 3.0 if hvd.rank() else None):
+            optimizer.zero_grad()
+            optimizer.weight = weight
+            if hvd.allreduce(torch.tensor(float(weight is None))) in (0, 1):
+                backward(named, given)
+                continue
+            with pytest.raises(
+                hvd.MismatchError, match=r"weights differ: ranks? 0.*: none; ranks? 1.*: given"
+            ):
+                backward(named, given)
+
+
+def case_weights_with_passes_groups_and_a_scaler():
+    for options in ({"passes": 2}, {"groups": 2}, {"groups": "lists"}, {"scaler": True}):
+        for method in [*METHODS, hvd.Compression.auto(methods=(hvd.Compression.int8(block=64),))]:
+            exact, _ = trained(hvd.Compression.none, weighted=True, **options)
+            model, _ = trained(method, weighted=True, **options)
+            for mine, others in zip(model.parameters(), exact.parameters(), strict=True):
+                assert (mine - others).abs().max() < 6 * 2e-3  # of Adam's steps
+
+
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 40), nn.Linear(40, 5))
 
@@ -158,11 +247,13 @@ def data(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield torch.randn(24, 20, generator=made), torch.randn(24, 5, generator=made)
 
 
-def train(model, optimizer, steps: int, passes: int = 1, scaler=None) -> None:
+def train(model, optimizer, steps: int, passes: int = 1, scaler=None, weighted=False) -> None:
     for inputs, targets in data(steps):
         optimizer.zero_grad()
         inputs, targets = share(inputs), share(targets)
         for part in range(passes):
+            if weighted:
+                optimizer.weight = hvd.rank() + part + 1
             loss = nn.functional.mse_loss(model(inputs[part::passes]), targets[part::passes])
             (loss if scaler is None else scaler.scale(loss)).backward()
         if scaler is None:
@@ -172,7 +263,9 @@ def train(model, optimizer, steps: int, passes: int = 1, scaler=None) -> None:
             scaler.update()
 
 
-def trained(method, steps: int = 6, passes: int = 1, groups=None, scaler=None, **options):
+def trained(
+    method, steps: int = 6, passes: int = 1, groups=None, scaler=None, weighted=False, **options
+):
     torch.manual_seed(mpirun.seed())
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -183,7 +276,9 @@ def trained(method, steps: int = 6, passes: int = 1, groups=None, scaler=None, *
         optimizer, model.named_parameters(), compression=method, backward_passes_per_step=passes,
         groups=groups, **options,
     )  # fmt: skip
-    train(model, optimizer, steps, passes, scaler)
+    if scaler is True:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    train(model, optimizer, steps, passes, scaler, weighted)
     assert_equal_on_all_ranks(*model.parameters())
     return model, optimizer
 
@@ -312,7 +407,9 @@ def kinds(optimizer: torch.optim.Optimizer) -> str:
     return "+".join(sorted({bucket._method.name for bucket in buckets.values()})) or "none"
 
 
-def auto_trained(seconds: dict[str, float], waiting: float, steps: int, loss=None, **options):
+def auto_trained(
+    seconds: dict[str, float], waiting: float, steps: int, loss=None, weighted=False, **options
+):
     """What it uses in each step, if steps take so long, and its optimizer."""
 
     def wait_for(self, entries):
@@ -329,6 +426,8 @@ def auto_trained(seconds: dict[str, float], waiting: float, steps: int, loss=Non
         used = []
         for step in range(steps):
             optimizer.zero_grad()
+            if weighted:
+                optimizer.weight = hvd.rank() + step
             backward(named, gradients(step, torch.float32)[hvd.rank()])
             assert_equal_on_all_ranks(*(param.grad for _, param in named))
             optimizer.step()
@@ -354,7 +453,7 @@ def case_auto_takes_what_is_measured_to_be_fast():
     told = hvd.statistics()["compression"]["optimizer.p0"]
     assert told["int8"] == 1
     assert told["least_cosine"] > 0.99
-    used, optimizer = auto_trained(fast, 0.5, 35, least_cosine=-1.0)
+    used, optimizer = auto_trained(fast, 0.5, 35, weighted=True, least_cosine=-1.0)
     assert used[-1] == "powersgd"
     del optimizer
     gc.collect()
@@ -443,9 +542,6 @@ def case_wrong_arguments():
         hvd.Compression.auto(methods=(1,))
     with pytest.raises(ValueError, match=r"sample_steps=0 must be positive"):
         hvd.Compression.auto(sample_steps=0)
-    optimizer = distributed(named, hvd.Compression.topk)
-    with pytest.raises(NotImplementedError, match=r"weight cannot be used: errors of a compr"):
-        optimizer.weight = 2.0
     with pytest.raises(TypeError, match=r"blocks"):
         hvd.Compression.int8(blocks=6)
     with pytest.raises(TypeError, match=r"for DistributedOptimizer of hororing.torch alone"):

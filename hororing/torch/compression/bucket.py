@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -26,10 +26,15 @@ from hororing.torch.compression.method import Kept, Link, Method, Piece, parts_o
 from hororing.torch.ops import poll, synchronize
 from hororing.torch.submission import Group
 from hororing.torch.verbs import verbs
+from hororing.torch.weighing import Weighing
+
+_WEIGHTS: Final = -1  # the handle of a bucket that waits for the sum of weights
 
 
 class Driver:
     """The buckets of one optimizer that are in flight."""
+
+    weighing: Weighing  # of the reducer
 
     def __init__(self) -> None:
         self._active: list[Bucket] = []
@@ -40,10 +45,15 @@ class Driver:
         """Start a bucket, and continue those that can proceed at once."""
         with self._lock:
             for each in self._active[:]:
-                while each.handle and poll(each.handle):
+                while each.handle and self._is_complete(each.handle):
                     self._resume(each)
             self._active.append(bucket)
             self._resume(bucket)
+
+    def send_weight(self) -> None:
+        """Start the sum of the ranks' weights, unless it was."""
+        with self._lock:
+            self.weighing.send_total(always=True)
 
     def finish(self) -> None:
         """Wait for all. Does not raise errors of reductions: `Bucket.finish` does."""
@@ -51,6 +61,13 @@ class Driver:
             while self._active:
                 for bucket in self._active[:]:
                     self._resume(bucket)
+
+    def _is_complete(self, handle: int) -> bool:
+        return self.weighing.total_is_known if handle == _WEIGHTS else poll(handle)
+
+    def wait(self, handle: int) -> Any:
+        """Wait for what a bucket waits for, and return its result."""
+        return self.weighing.wait_total() if handle == _WEIGHTS else synchronize(handle)
 
     def hosts(self, process_set: ProcessSet) -> Hosts:
         """Return the hosts of the set, the same object for all buckets."""
@@ -99,6 +116,12 @@ class Bucket(Group):
         # Memory for errors and gradients; `_flat` holds errors between steps.
         self._flat = self._spare = self._vector([])
 
+    def add(self, *given: Any) -> None:
+        """Add the gradient of one member. With the first one, the sum of weights starts."""
+        if self._agreed:
+            self._driver.send_weight()
+        super().add(*given)
+
     def _submit(self, options: Reduction, weight: float | None = None) -> None:
         order = sorted(self._waiting)
         tensors, streams = zip(*(self._waiting[position] for position in order), strict=True)
@@ -123,7 +146,7 @@ class Bucket(Group):
                 if self.handle:
                     try:
                         # After an interrupt here, the handle is still there to wait for.
-                        self._given, self.handle = synchronize(self.handle), 0
+                        self._given, self.handle = self._driver.wait(self.handle), 0
                     except Exception as error:
                         go_on, self._given, self.handle = steps.throw, error, 0
                 given, self._given = self._given, None
@@ -160,6 +183,8 @@ class Bucket(Group):
     def abandon(self) -> None:
         """Forget everything waiting and in flight."""
         self._driver.forget(self)
+        if self.handle == _WEIGHTS:
+            self.handle = 0
         super().abandon()
         self._steps, self._given, self._failure = None, None, None
 
@@ -175,9 +200,20 @@ class Bucket(Group):
         process_set = options.process_set
         if not self._agreed:
             yield from self._agree(order, given, options)
-        divisor = len(process_set.ranks) if options.op == Average else 1
+        weighing = self._driver.weighing
+        self._driver.send_weight()
+        if not weighing.total_is_known:
+            yield _WEIGHTS
+        weighing.wait_total()
+        share, ranks = weighing.share(), len(process_set.ranks)
+        if weighing.all_zero:
+            self._results = {at: torch.zeros_like(each) for at, each in self._results.items()}
+            return
+        if ranks == 1:  # it has a weight; otherwise nothing is reduced
+            return
+        divisor = ranks if options.op == Average else 1
         reduce = self._reduce_by_hosts if self._method.scope == "hosts" else self._compress
-        results = yield from reduce(order, given, process_set, divisor)
+        results = yield from reduce(order, given, process_set, divisor, share)
         self._results = dict(zip(order, results, strict=True))
 
     def _agree(
@@ -209,13 +245,13 @@ class Bucket(Group):
 
     def _reduce_by_hosts(
         self, order: Sequence[int], given: Sequence[torch.Tensor], process_set: ProcessSet,
-        divisor: int,
+        divisor: int, share: float,
     ) -> Generator[int, Any, list[torch.Tensor]]:  # fmt: skip
         hosts = self._driver.hosts(process_set)
         lengths = [self._lengths[position] for position in order]
         total = self._vector(lengths).zero_()
         for part, gradient in zip(parts_of(total, lengths, given), given, strict=True):
-            part.copy_(gradient)
+            _fill(part, gradient, share)
         inside, failure = hosts.inside(), None
         if inside is not None:
             total = yield Link(f"{self._name}.host", inside).sum(total, "sum")
@@ -223,7 +259,7 @@ class Bucket(Group):
         if leaders is not None:
             try:
                 parts = parts_of(total, lengths, given)
-                results = yield from self._compress(order, parts, leaders, divisor)
+                results = yield from self._compress(order, parts, leaders, divisor, 1.0)
                 for part, result in zip(parts, results, strict=True):
                     part.copy_(result)
             except Exception as error:  # the ranks of this host wait for the result
@@ -240,9 +276,9 @@ class Bucket(Group):
 
     def _compress(
         self, order: Sequence[int], given: Sequence[torch.Tensor], process_set: ProcessSet,
-        divisor: int,
+        divisor: int, share: float,
     ) -> Generator[int, Any, list[torch.Tensor]]:  # fmt: skip
-        piece = self._piece(order, given, divisor)
+        piece = self._piece(order, given, divisor, share)
         link = Link(self._name, process_set)
         exact = piece.flat.clone() if self.samples else None
         results, kept, finite = yield from self._method.reduce(piece, link)
@@ -252,8 +288,10 @@ class Bucket(Group):
         self._keep(piece, kept, finite)
         return results
 
-    def _piece(self, order: Sequence[int], given: Sequence[torch.Tensor], divisor: int) -> Piece:
-        """Add up gradients and errors."""
+    def _piece(
+        self, order: Sequence[int], given: Sequence[torch.Tensor], divisor: int, share: float
+    ) -> Piece:
+        """Add up gradients, times `share`, and errors."""
         names = [self.names[position] for position in order]
         lengths = [self._lengths[position] for position in order]
         kept = [self._memory.contents.get(name, {}) for name in names]
@@ -266,12 +304,15 @@ class Bucket(Group):
             whole[gradient.numel() :] = 0
             error = held.get("error")
             if error is None or error.shape != part.shape:
-                part.copy_(gradient)
+                _fill(part, gradient, share)
                 continue
             held["error"] = error = error.to(part.device, part.dtype)
             if factor is not None:
                 error.mul_(factor.to(error.device))
-            torch.add(error, gradient, out=part)
+            if share:
+                torch.add(error, gradient, alpha=share, out=part)
+            else:  # whatever the gradient is
+                part.copy_(error)
         return piece
 
     def _keep(self, piece: Piece, kept: Sequence[Kept], finite: torch.Tensor) -> None:
@@ -292,6 +333,14 @@ class Bucket(Group):
             self._memory.contents[name] = new
         if len(piece.names) == self._count:
             self._flat, self._spare = piece.flat, self._flat
+
+
+def _fill(part: torch.Tensor, gradient: torch.Tensor, share: float) -> None:
+    """Leave gradient * share there; 0 times anything is 0."""
+    if share == 0:
+        part.zero_()
+    else:
+        part.copy_(gradient).mul_(share)
 
 
 def _cosine(exact: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:

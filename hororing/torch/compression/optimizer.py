@@ -49,6 +49,7 @@ class CompressingReducer(Reducer):
         self.buckets: dict[int, Bucket] = {}  # by the number of the part
         self._arranged: list[Entry] | None = None  # as returned by `follow`
         super().__init__(*given)
+        self._driver.weighing = self.weighing
         _alive.add(self)
 
     def choice(self, part: int) -> Method | None:
@@ -128,11 +129,6 @@ def _cut(params: Sequence[torch.Tensor], limit: float) -> list[list[torch.Tensor
 
 class Compressed(Distributed):
     """What optimizers with such a compressor add to their class."""
-
-    _why_no_weights = (
-        "errors of a compression would count for the next step's weight; use Compression.none, "
-        ".fp16 or .bf16"
-    )
 
     @property
     def _memory(self) -> Memory | None:
