@@ -28,7 +28,7 @@ from hororing.keras.backends import Accumulator, backend
 from hororing.optimizer_settings import Settings
 from hororing.process_sets import global_process_set
 
-Update = Callable[[list[Any]], Any]
+Update = Callable[[list[Any], Any], Any]  # of gradients and their weight, or None
 
 
 class _State:
@@ -95,12 +95,13 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         Gradients are then averages weighted by it: the sum of all ranks' gradients times their
         weights, divided by the sum of the weights. A rank with weight 0 contributes nothing; if all
         weights are 0, nothing changes. Either all ranks set one before the first batch, or none
-        does. None, the default: all ranks count the same. A copy of the optimizer has none.
+        does. None, the default: all ranks count the same. A copy of the optimizer has none. With
+        backward_passes_per_step, each pass has its own weight, and gradients are averages over
+        ranks and passes.
 
         Raises
         ------
-        ValueError : for a number that is negative or not finite, for an op other than Average, and
-            together with backward_passes_per_step.
+        ValueError : for a number that is negative or not finite, and for an op other than Average.
         RuntimeError : the train step was made without a weight.
         NotImplementedError : on JAX.
         """
@@ -119,10 +120,9 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
             raise NotImplementedError(
                 "optimizer: weight is for DistributedOptimizer on TensorFlow and torch only"
             )
-        if settings.op != Average or settings.passes > 1:
+        if settings.op != Average:
             raise ValueError(
-                f"optimizer: weight is for op=Average and backward_passes_per_step=1 only, not "
-                f"op={op_name(settings.op)} and {settings.passes} passes"
+                f"optimizer: weight is for op=Average only, not op={op_name(settings.op)}"
             )
         if callable(weight):
             state.weight = weight
@@ -161,9 +161,9 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
 
-        def update(totals: list[Any]) -> None:
+        def update(totals: list[Any], weight: Any) -> None:
             if self._settings.op != Adasum or not self._settings.reduces:
-                due, reduced = self._weighted(totals, variables)
+                due, reduced = self._weighted(totals, variables, weight)
 
                 def step() -> None:
                     if self.stepper is None:
@@ -204,7 +204,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
                 state.stateless = False
             return list(weights), list(others)
 
-        def update(totals: list[Any]) -> tuple[list[Any], list[Any]]:
+        def update(totals: list[Any], weight: None) -> tuple[list[Any], list[Any]]:
             if self._settings.op != Adasum or not self._settings.reduces:
                 return plain(self._reduced(totals, variables))
             weights, others = plain(self._reduced_maxima(totals, variables, self._settings))
@@ -258,24 +258,26 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         otherwise: Callable[[], Any],
     ) -> Any:
         """Add up gradients; every `passes` calls, `update` with the totals."""
-        accumulator = self._hororing.accumulator
+        accumulator, weight = self._hororing.accumulator, self._hororing.weight
+        if weight is not None:
+            weight = weight if isinstance(weight, keras.Variable) else weight()
+            weight = ops.cast(ops.convert_to_tensor(weight), "float64")
         if accumulator is None:
-            return update(grads)
+            return update(grads, weight)
         places = [self._get_variable_index(variable) for variable in variables]
-        due, take = accumulator.add(grads, places)
-        return backend().choose(due, lambda: update(take()), otherwise)
+        due, take = accumulator.add(grads, places, weight)
+        return backend().choose(due, lambda: update(*take()), otherwise)
 
     def _reduced(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients reduced over the ranks, except for those of local variables."""
         return self._reduced_among(grads, variables, self._settings)
 
-    def _weighted(self, grads: list[Any], variables: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def _weighted(
+        self, grads: list[Any], variables: Sequence[Any], weight: Any
+    ) -> tuple[Any, list[Any]]:
         """Return the reduced gradients, and whether any rank counts (None without weights)."""
-        given = self._hororing.weight
-        if given is None:
+        if weight is None:
             return None, self._reduced(grads, variables)
-        weight = ops.convert_to_tensor(given if isinstance(given, keras.Variable) else given())
-        weight = ops.cast(weight, "float64")
         settings = dataclasses.replace(self._settings, weight=weight)
         reduced = self._reduced_among(grads, variables, settings)
         total = backend().reduce(

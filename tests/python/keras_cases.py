@@ -163,10 +163,35 @@ def case_ranks_with_different_numbers_of_samples_are_weighted():
             optimizer.weight = bad
     with pytest.raises(RuntimeError, match="before the first batch"):
         optimizer.weight = None
-    with pytest.raises(ValueError, match=r"not op=Sum and 1 passes"):
+    with pytest.raises(ValueError, match=r"for op=Average only, not op=Sum"):
         hvd.DistributedOptimizer(sgd(), op=hvd.Sum).weight = 1
-    with pytest.raises(ValueError, match=r"not op=Average and 2 passes"):
-        hvd.DistributedOptimizer(sgd(), backward_passes_per_step=2).weight = 1
+
+
+def case_each_of_several_passes_has_its_weight():
+    if BACKEND == "jax":
+        return
+    rng = np.random.default_rng(mpirun.seed())
+    for average in (False, True):
+        cuts = np.sort(rng.integers(0, BATCH + 1, (5, 2 * hvd.size() - 1)))
+        cuts = np.hstack([np.zeros((5, 1), int), cuts, np.full((5, 1), BATCH)])
+        expected, model = network(), network()
+        optimizer = hvd.DistributedOptimizer(
+            sgd(), backward_passes_per_step=2, average_aggregated_gradients=average
+        )
+        optimizer.weight = 1
+        model.compile(optimizer, "mse", run_eagerly=average)
+        expected.compile(sgd(), "mse")
+        for step, parts in enumerate(cuts):
+            x, y = (each[step * BATCH : (step + 1) * BATCH] for each in (X, Y))
+            expected.train_on_batch(x, y)
+            for part in range(2):
+                begin, end = parts[2 * hvd.rank() + part :][:2]
+                optimizer.weight = end - begin
+                some = slice(begin, end) if end > begin else slice(0, 1)
+                spoilt = np.nan if end == begin else 0
+                model.train_on_batch(x[some], y[some] + spoilt)
+        assert_same_weights(model, expected)
+        assert_equal_on_all_ranks(model)
 
 
 def case_training_equals_one_process_with_the_large_batch():

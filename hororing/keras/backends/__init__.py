@@ -16,15 +16,16 @@ from hororing.elastic.variables import Stepper
 from hororing.optimizer_settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
-# Whether the totals of gradients are due, and a function that returns and resets them.
-Totals = tuple[Any, Callable[[], list[Any]]]
+# Whether the totals of gradients are due, and a function that returns and resets them and the sum
+# of their weights, if they have some.
+Totals = tuple[Any, Callable[[], tuple[list[Any], Any]]]
 
 
 class Accumulator(Protocol):
     """Adds up the gradients of several calls."""
 
-    def add(self, gradients: Sequence[Any], places: Sequence[int]) -> Totals:
-        """Add gradients, or None, of the variables at `places`."""
+    def add(self, gradients: Sequence[Any], places: Sequence[int], weight: Any = None) -> Totals:
+        """Add gradients, or None, of the variables at `places`; with weights, keep their mean."""
 
 
 class Backend(Protocol):

@@ -1,4 +1,7 @@
-"""Adds up gradients in Keras variables: for frameworks in which a train step may assign some."""
+"""Adds up gradients in Keras variables: for frameworks in which a train step may assign some.
+
+With weights, the sums are weighted means of the passes so far, as in hororing/torch/weighing.py.
+"""
 
 from __future__ import annotations
 
@@ -41,33 +44,60 @@ class VariableAccumulator:
         self._count = keras.Variable(
             initializer="zeros", shape=(), dtype="int32", trainable=False, name="gradient_count"
         )
+        self._weight = keras.Variable(
+            initializer="zeros", shape=(), dtype="float64", trainable=False, name="sum_of_weights"
+        )
         # Variables that have had gradients. Ranks must agree on these, also in a graph.
         self._live: set[int] = set()
 
     def add(
-        self, gradients: Sequence[Any], places: Sequence[int]
-    ) -> tuple[Any, Callable[[], list[Any]]]:
+        self, gradients: Sequence[Any], places: Sequence[int], weight: Any = None
+    ) -> tuple[Any, Callable[[], tuple[list[Any], Any]]]:
         """Add gradients to the sums."""
+        shares = None if weight is None else self._shares(weight)
         for gradient, place in zip(gradients, places, strict=True):
             if gradient is None:
                 continue
             self._live.add(place)
             total = self._sums[place]
             new = ops.cast(self._dense(gradient), total.dtype)
-            combine = ops.maximum if self._maxima[place] else ops.add
-            total.assign(combine(total, new))
+            if self._maxima[place]:
+                total.assign(ops.maximum(total, new))
+            elif shares is None:
+                total.assign(ops.add(total, new))
+            else:
+                total.assign(ops.add(_times(total, shares[0]), _times(new, shares[1])))
         self._count.assign_add(1)
 
-        def take() -> list[Any]:
-            totals = [self._total(place) if place in self._live else None for place in places]
+        def take() -> tuple[list[Any], Any]:
+            average = self._average and weight is None
+            totals = [
+                self._total(place, average) if place in self._live else None for place in places
+            ]
+            summed = None if weight is None else ops.copy(self._weight)
+            self._weight.assign(0)
             for place in self._live:
                 self._sums[place].assign(ops.zeros_like(self._sums[place]))
             self._count.assign(0)
-            return totals
+            return totals, summed
 
         return ops.equal(self._count, self._passes), take
 
-    def _total(self, place: int) -> Any:
-        if self._average and not self._maxima[place]:
+    def _total(self, place: int, average: bool) -> Any:
+        if average and not self._maxima[place]:
             return ops.divide(self._sums[place], self._passes)
         return ops.copy(self._sums[place])
+
+    def _shares(self, weight: Any) -> tuple[Any, Any]:
+        """Return the factors of the sums and of this pass; 0 while all weights are 0."""
+        before = ops.copy(self._weight)
+        total = ops.add(before, weight)
+        self._weight.assign(total)
+        divisor = ops.where(total > 0, total, 1)
+        return ops.divide(before, divisor), ops.divide(weight, divisor)
+
+
+def _times(tensor: Any, factor: Any) -> Any:
+    """Multiply; 0 times anything is 0."""
+    product = ops.multiply(tensor, ops.cast(factor, tensor.dtype))
+    return ops.where(factor > 0, product, ops.zeros_like(product))

@@ -52,9 +52,9 @@ class HostAccumulator:
         self._count = 0
 
     def add(
-        self, gradients: Sequence[Any], places: Sequence[int]
-    ) -> tuple[Any, Callable[[], list[Any]]]:
-        """See `Accumulator`."""
+        self, gradients: Sequence[Any], places: Sequence[int], weight: None = None
+    ) -> tuple[Any, Callable[[], tuple[list[Any], None]]]:
+        """See `Accumulator`. On JAX no gradient has a weight."""
         live = [at for at, gradient in enumerate(gradients) if gradient is not None]
         tensors = [gradients[at] for at in live]
 
@@ -64,11 +64,11 @@ class HostAccumulator:
         flag = jax.ShapeDtypeStruct((), np.bool_)
         due, *totals = _call(on_host, [flag, *map(_like, tensors)], tensors)
 
-        def take() -> list[Any]:
+        def take() -> tuple[list[Any], None]:
             results = list(gradients)
             for at, total in zip(live, totals, strict=True):
                 results[at] = total
-            return results
+            return results, None
 
         return due, take
 
