@@ -16,7 +16,7 @@
 // Over several hosts, the exchange writes the sums into the slot, and not every rank of a host owns
 // slices. An owner's result is then only in its slot, so it unpacks its own slice, too.
 //
-// REDUCE goes first because peers wait for it; UNPACK precedes PACK because its data is in the
+// REDUCE runs first because peers wait for it; UNPACK precedes PACK because its data is in the
 // cache.
 //
 // In place (output == input) is safe. A block's output is written by REDUCE, which has read that
@@ -96,7 +96,7 @@ class AllreducePipeline final : public HostPipeline {
     return peer < plan_.owners && !Reached(peer, &DirectProgress::reduced, consumed_ + 1);
   }
 
-  // Also depends on this rank itself: sums of the previous block come into its slot, too.
+  // Also depends on this rank itself: its slot receives the sums of the previous block, too.
   bool CanPack() const {
     return packed_ < end_ && packed_ < consumed_ + depth_ && BlockIsFree(packed_);
   }

@@ -44,8 +44,8 @@ struct BatchEntry {
 };
 
 // Invariant: all entries share collective, root (broadcast) and kind of memory. Those of
-// reduce-scatters and of Adasum share their reduce spec, too. Whoever made the request has checked
-// the specs.
+// reduce-scatters and of Adasum share their reduce spec, too. The specs were checked when the
+// requests were made.
 struct Batch {
   Collective kind = Collective::kAllreduce;
   int root = 0;
@@ -97,7 +97,7 @@ class Backend {
   virtual Status Leave(TimeNs /*deadline*/) { return Status::Ok(); }
   // Called in all other cases, or if Leave failed: aborts the work in the streams, without the
   // other ranks. Nothing runs afterwards.
-  virtual void BreakOff() {}
+  virtual void Abort() {}
 
  protected:
   size_t scratch_bytes_ = 0;

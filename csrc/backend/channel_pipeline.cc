@@ -47,7 +47,7 @@ bool ChannelPipeline::Advance(Status* status) {
   *status = TakeArrivals(&moved);
   if (status->ok()) *status = sends_.TakeDone(&moved);
   if (!status->ok()) return true;
-  // First the data that goes over the wire.
+  // The data for the wire first.
   if (CanBegin()) {
     Begin();
   } else if (CanUnpack()) {

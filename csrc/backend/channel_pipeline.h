@@ -1,4 +1,4 @@
-// ChannelPipeline: all-gathers over several hosts. A channel is what a rank contributes. It crosses
+// ChannelPipeline: all-gathers over several hosts. A channel is the data of one rank. It crosses
 // once to every host, to one rank there, its owner. The other ranks of the host copy it from the
 // owner's slot.
 //
@@ -34,7 +34,7 @@ struct Channel {
   int owner = 0;        // local rank on this host; if the channel starts here, that rank
   bool begins = false;  // starts on this rank
   int from = -1;        // the rank of the job that sends it to this rank; -1: none
-  std::vector<int> to;  // where it begins: the ranks to which this rank sends it
+  std::vector<int> to;  // if it begins here: the ranks to which this rank sends it
 
   void Add(std::byte* at, size_t length) {
     if (length > 0) extents.push_back({bytes, length, at});

@@ -87,7 +87,7 @@ size_t HostBackend::MessageBytes() const {
 }
 
 GatherOptions HostBackend::gather_options() const {
-  return {by_host_.get(), MessageBytes(), MessageBytes() != 0 && shape_.most == 1};
+  return {by_host_.get(), MessageBytes(), MessageBytes() != 0 && shape_.max_ranks == 1};
 }
 
 Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {

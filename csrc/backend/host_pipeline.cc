@@ -113,7 +113,7 @@ Status HostPipeline::WaitForReaders() {
   return RunUntil([&] { return lagging().empty(); }, lagging);
 }
 
-// ready() does what it can, and returns false if that was nothing.
+// ready() runs the stages that can proceed, and returns false if there are none.
 template <typename Ready, typename Peers>
 Status HostPipeline::RunUntil(Ready ready, Peers lagging) {
   if (&wire_ == &local_) return local_.WaitUntil(ready, lagging, deadline_);

@@ -51,7 +51,7 @@ Status SharedMemoryBackend::RunAllreduce(const Batch& batch, TimeNs deadline, Tr
     ReduceAlone(batch, trace);
     return Status::Ok();
   }
-  const AllreducePlan plan(batch, set_, shape_.least, options_.wire);
+  const AllreducePlan plan(batch, set_, shape_.min_ranks, options_.wire);
   if (plan.blocks == 0) return Status::Ok();
   algorithm_used_ = shape_.hosts == 1 ? AlgorithmUsed::kShmDirect : AlgorithmUsed::kThreePhase;
   return hororing::RunAllreduce(set_, batch, plan, scratch_, deadline, trace);

@@ -8,8 +8,8 @@
 // Numerics: hosts are summed in order, and the ranks of a host in rank order, as partial results
 // that are rounded once. All ranks get the same bits, whatever an element is fused with.
 //
-// HostBackend runs what this one does not support: Adasum, all-to-all, broadcast, pieces that
-// would be too small, and everything over several hosts if the user asks for a flat algorithm.
+// HostBackend runs all other batches: Adasum, all-to-all, broadcast, pieces that would be too
+// small, and everything over several hosts if the user selects a flat algorithm.
 #pragma once
 
 #include "backend/backend.h"
@@ -46,7 +46,7 @@ class SharedMemoryBackend final : public Backend {
   SetSlots set_;
   const HostShape shape_;
   const AllreduceOptions options_;
-  Scratch scratch_{&scratch_bytes_};  // for what is on the wire
+  Scratch scratch_{&scratch_bytes_};  // for data on the wire
   AlgorithmUsed algorithm_used_ = AlgorithmUsed::kNotCounted;
   Status broken_;  // the first error: the ranks' counters differ, so every later Run fails
 };

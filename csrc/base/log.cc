@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kMaxRecords = 1024;
 
 struct Queue {
-  std::atomic<int> least{static_cast<int>(LogLevel::kWarning)};
+  std::atomic<int> minimum{static_cast<int>(LogLevel::kWarning)};
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<LogRecord> records;  // GUARDED_BY(mutex)
@@ -30,11 +30,11 @@ Queue& TheQueue() {
 
 }  // namespace
 
-void SetLogLevel(LogLevel least) { TheQueue().least.store(static_cast<int>(least)); }
+void SetLogLevel(LogLevel minimum) { TheQueue().minimum.store(static_cast<int>(minimum)); }
 
 void Log(LogLevel level, std::string text) {
   Queue& queue = TheQueue();
-  if (static_cast<int>(level) < queue.least.load(std::memory_order_relaxed)) return;
+  if (static_cast<int>(level) < queue.minimum.load(std::memory_order_relaxed)) return;
   const auto since_epoch = std::chrono::system_clock::now().time_since_epoch();
   LogRecord record{level, std::chrono::duration<double>(since_epoch).count(), std::move(text)};
   {

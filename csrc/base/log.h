@@ -20,7 +20,7 @@ struct LogRecord {
   std::string text;
 };
 
-void SetLogLevel(LogLevel least);
+void SetLogLevel(LogLevel minimum);
 // Drops records below the level. If kMaxRecords wait, it drops the oldest and counts it; the next
 // record that is taken reports the count.
 void Log(LogLevel level, std::string text);

@@ -36,8 +36,8 @@ struct ReduceSpec {
   ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;
   double postscale = 1.0;
-  // Weighted Average of floats: a weight for each source, and last their sum, or 1 where it is 0;
-  // borrowed. `prescale` is this rank's own one. Null: all count the same.
+  // Weighted Average of floats: a weight for each source, then their sum, or 1 if it is 0;
+  // borrowed. `prescale` is this rank's own. Null: equal weights.
   const std::vector<double>* weights = nullptr;
 
   bool operator==(const ReduceSpec& other) const {

@@ -5,9 +5,8 @@
 // expensive part of a sum through shared memory: ordinary stores reach 2 GB/s there (EPYC of the
 // Zen 4 generation), while reading from the other cache reaches 18. Non-temporal (streaming) stores
 // bypass the caches: 28 GB/s, wherever the other core is. The next read then comes from memory, at
-// 15 GB/s instead of 40 in a shared cache. Copies are therefore ordinary unless they turn out to be
-// slow. They are measured, because threads move between cores and machines do not tell their
-// topology.
+// 15 GB/s instead of 40 in a shared cache. Copies are therefore ordinary unless measurements show
+// that they are slow: threads move between cores, and machines do not expose their topology.
 #pragma once
 
 #include <array>

@@ -13,7 +13,7 @@ namespace hororing {
 enum class Code : int {
   kOk = 0,
   kInvalidArgument = 1,  // this call; nothing was submitted
-  kMismatch = 2,         // this tensor, on every rank; the engine goes on
+  kMismatch = 2,         // this tensor, on every rank; the engine continues
   kDuplicateName = 3,    // this call
   kNotInitialized = 4,   // this call
   kShutDown = 5,         // everything pending; some rank has shut down

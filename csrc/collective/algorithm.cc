@@ -24,12 +24,12 @@ HostShape ShapeOf(const std::vector<std::vector<int>>& ranks_on) {
   if (ranks_on.empty()) return shape;
   shape.hosts = static_cast<int>(ranks_on.size());
   shape.ranks = 0;
-  shape.most = shape.least = static_cast<int>(ranks_on[0].size());
+  shape.max_ranks = shape.min_ranks = static_cast<int>(ranks_on[0].size());
   for (const std::vector<int>& ranks : ranks_on) {
     const int count = static_cast<int>(ranks.size());
     shape.ranks += count;
-    shape.most = std::max(shape.most, count);
-    shape.least = std::min(shape.least, count);
+    shape.max_ranks = std::max(shape.max_ranks, count);
+    shape.min_ranks = std::min(shape.min_ranks, count);
   }
   return shape;
 }
@@ -65,7 +65,7 @@ bool ExchangesWholeSlices(const Volume& volume, int hosts, const WireCost& wire)
 Algorithm CheapestFlat(const Volume& volume, const HostShape& shape, const WireCost& wire) {
   const double bytes = static_cast<double>(volume.bytes);
   const double partial = static_cast<double>(volume.partial);
-  const double ranks = shape.ranks, most = shape.most;
+  const double ranks = shape.ranks, most = shape.max_ranks;
   const double steps = volume.wide ? ranks : 2 * (ranks - 1);
   // In rank order every rank of a host sends to every rank of the others by itself.
   const double sent = volume.wide ? bytes * (most * (ranks - most) + ranks - 1) / ranks

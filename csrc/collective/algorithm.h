@@ -1,4 +1,4 @@
-// Chooses the algorithm of an allreduce over several hosts: a pure function of what all ranks know.
+// Chooses the algorithm of an allreduce over several hosts: a function of values all ranks share.
 //
 // Thread-safety: pure functions.
 #pragma once
@@ -14,13 +14,12 @@ namespace hororing {
 
 enum class Algorithm {
   kAuto,               // three phases where the ranks of a host share memory; else the cheapest
-  kRing,               // around all ranks; rank order where it must round once
+  kRing,               // around all ranks; rank order if it must round once
   kRecursiveDoubling,  // among all ranks
-  kThreePhase,         // in each host, between hosts by the ranks that every host has, in each host
+  kThreePhase,         // within hosts, between the owners of slices on all hosts, within hosts
 };
 
-// The algorithm that ran an allreduce among several ranks, for statistics. (Algorithm is what the
-// user asked for.)
+// The algorithm that ran an allreduce among several ranks, for statistics.
 enum class AlgorithmUsed {
   kNotCounted,  // nothing to do, Adasum, or on a device
   kShmDirect,
@@ -61,8 +60,8 @@ struct Volume {
 struct HostShape {
   int hosts = 1;
   int ranks = 1;
-  int most = 1;  // ranks of one host
-  int least = 1;
+  int max_ranks = 1;  // on a host
+  int min_ranks = 1;
 };
 
 // The shape for the ranks on each host. Empty: one host.

@@ -112,7 +112,7 @@ class RingSchedule {
 // waits for those that are left when a function returns early.
 class Inflight {
  public:
-  // What the caller needs to know of a request later.
+  // A request, and data for the caller.
   struct Transfer {
     Transport::Request request;
     int rank = -1;  // of the peer

@@ -49,7 +49,7 @@ class SliceExchange {
     bool whole = false;              // send whole slices, and return nothing
     uint64_t slices = 0;             // number of slices
     size_t max_bytes = 0;            // size of the largest slice
-    uint64_t depth = 2;              // most slices under way, at least 2
+    uint64_t depth = 2;              // maximum number of slices in flight, at least 2
   };
 
   SliceExchange(Transport& wire, Plan plan, TimeNs deadline);

@@ -50,7 +50,7 @@ std::vector<std::unique_ptr<Backend>> MakeBackends(const BackendOptions& options
   }
   backends.push_back(
       std::make_unique<HostBackend>(transport, options.allreduce, group.group_ranks_on));
-  // It uses those of the host, and looks for no device before a batch comes.
+  // It uses the host's backends, and looks for no device before its first batch.
   std::vector<Backend*> host;
   for (const auto& backend : backends) host.push_back(backend.get());
   backends.push_back(std::make_unique<CudaBackend>(transport, options.cuda, std::move(host)));

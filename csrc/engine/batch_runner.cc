@@ -52,7 +52,7 @@ void SetSizes(const TensorEntry& of, size_t index, const std::vector<int64_t>& r
   }
 }
 
-// Every rank must come to the same description.
+// Every rank must compute the same description.
 FusionItem Describe(const TensorEntry& entry, size_t index, const std::vector<int64_t>& rows,
                     size_t ranks) {
   const Request& request = entry.request;
@@ -115,7 +115,7 @@ BatchRunner::BatchRunner(Shared& shared, Communicator world)
 BatchRunner::~BatchRunner() {
   shared_.devices->AbortTogether([this] {
     for (const auto& [id, communicator] : communicators_) {
-      for (const auto& backend : communicator.backends) backend->BreakOff();
+      for (const auto& backend : communicator.backends) backend->Abort();
     }
   });
 }

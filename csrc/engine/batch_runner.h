@@ -47,7 +47,8 @@ class BatchRunner {
   void AddSet(int32_t id, Communicator communicator) {
     communicators_[id] = std::move(communicator);
   }
-  // Called on all its ranks. After an error its pending GPU operations are lost; other sets go on.
+  // Called on all its ranks. After an error its pending GPU operations are lost; other sets
+  // continue.
   Status RemoveSet(int32_t id);
 
   // Returns the error of a GPU batch that has failed since it was started, if any.
@@ -63,9 +64,9 @@ class BatchRunner {
   // Returns the batches since the last call; only on rank 0, and only if it tunes.
   std::vector<CompletedBatch> TakeCompleted() { return std::exchange(completed_, {}); }
 
-  // Runs `work` in as few batches as the fusion threshold allows and completes the entries as
-  // their last tensors are done. An error leaves the world broken; what is not complete then
-  // stays in the table, with the stage that it had reached.
+  // Runs `work` in as few batches as the fusion threshold allows and completes the entries as their
+  // last tensors are done. An error leaves the world broken; incomplete entries then stay in the
+  // table, with their latest stage.
   Status Run(const std::vector<Work>& work);
   // Completes an entry whose tensors are all done, or that has none.
   void Complete(TensorEntry* entry);

@@ -1,10 +1,10 @@
-// Engine: one rank's background thread and what callers ask of it. A value, not a global: a test
+// Engine: one rank's background thread and its interface for callers. A value, not a global: a test
 // world is several engines in one process.
 //
 //   callers      Submit -> TensorTable, wake the loop (engine/mailbox.h)     Wait -> HandleTable
 //   the loop     report -> NEGOTIATE -> agreement -> PLAN .. COMPLETE (engine/loop.h)
 //
-// A caller in Wait takes the loop over while it waits, if its thread is asleep (ADR 0012).
+// If the loop's thread is asleep, a caller in Wait runs the loop (ADR 0012).
 //
 // States: Starting -> Running -> Stopped (some rank shut down) or Failed (a peer was lost, or
 // worse). In the last two every request fails at once, with the reason.
@@ -89,7 +89,7 @@ class Engine {
   bool Shutdown(const std::string& reason, TimeNs timeout_ns);
   // Ends every wait of the loop with `why`; rank -1 means this one. Does not block.
   void Revoke(const Status& why) { shared_.mailbox.Revoke(why); }
-  // Fails this rank and tells the peers, without their consent; see hr_abort. Ends every wait of
+  // Fails this rank and informs the peers, without their consent; see hr_abort. Ends every wait of
   // the loop. Returns like Shutdown.
   bool Abort(const std::string& reason, TimeNs timeout_ns);
 
@@ -101,7 +101,7 @@ class Engine {
 
   Devices& devices() { return *shared_.devices; }
 
-  // The process sets that this rank is a member of, or knows of.
+  // The process sets that this rank knows of.
   const SharedProcessSets& sets() const { return shared_.sets; }
 
   // On rank 0, starts and stops the timeline of all ranks; on others, only checks the state.

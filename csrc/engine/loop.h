@@ -33,7 +33,7 @@ class Loop {
   Loop(Shared& shared, World& world, const BackendOptions& options,
        std::vector<std::unique_ptr<Backend>> backends, std::vector<TimeNs> clock_offsets);
 
-  // Runs until a rank shuts down (kShutDown) or an error occurs; tells the peers, and returns the
+  // Runs until a rank shuts down (kShutDown) or an error occurs; informs the peers, and returns the
   // reason. `progress` is held except while the thread sleeps.
   Status Run(std::unique_lock<std::mutex>& progress);
   // Whether all ranks have agreed to stop.

@@ -1,4 +1,4 @@
-// Mailbox: how callers wake the loop, and what they tell it apart from requests
+// Mailbox: how callers wake the loop, and all that they pass to it except requests
 // (engine/tensor_table.h): the number of waiting callers, timeline commands and the stop flag.
 //
 // Thread-safe. "Loop:" marks functions that only the loop calls.

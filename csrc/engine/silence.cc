@@ -11,7 +11,7 @@
 namespace hororing {
 namespace {
 
-// Answers usually come sooner.
+// Answers usually arrive sooner.
 constexpr TimeNs kReplyGrace = kSecond / 2;
 // A rank that is asked for its status also waits for its main thread.
 constexpr TimeNs kStatusTimeout = 2 * kSecond;

@@ -1,5 +1,5 @@
-// Stats: counters of one engine. The thread that runs the loop and callers write them; anyone may
-// read them. Each counter is exact, but together they are not a snapshot.
+// Stats: counters of one engine. The thread that runs the loop and callers write them; any thread
+// may read them. Each counter is exact, but together they are not a snapshot.
 #pragma once
 
 #include <array>

@@ -102,7 +102,7 @@ Status Engine::RunCommand(Mailbox::Command command, TimeNs timeout_ns) {
 void Engine::ProgressUntil(const std::function<bool()>& done, TimeNs deadline) {
   if (done()) return;
   Mailbox& mailbox = shared_.mailbox;
-  // A device may have come into use since Submit, which did not wake the loop then.
+  // A device may be in use since Submit, which then has not woken the loop.
   if (!shared_.CallersMayProgress())
     return shared_.transport_allows_callers ? mailbox.Wake() : mailbox.RequestReport();
   std::unique_lock<std::mutex> progress(progress_mutex_, std::try_to_lock);

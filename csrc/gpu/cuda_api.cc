@@ -21,7 +21,7 @@ Status CudaApi::Load(const std::string& paths, CudaApi* api) {
     return Status(Code::kInvalidArgument, where + " is made for CUDA " +
                                               std::to_string(api->version / 1000) + "." +
                                               std::to_string(api->version % 1000 / 10) +
-                                              "; 11.2 is the least that is supported");
+                                              "; 11.2 is the minimum supported version");
   }
   if (api->devices == 0) {
     return Status(Code::kInvalidArgument, where + " finds no device; look at CUDA_VISIBLE_DEVICES");

@@ -213,7 +213,7 @@ Status CudaBackend::Leave(TimeNs deadline) {
   return left;
 }
 
-void CudaBackend::BreakOff() {
+void CudaBackend::Abort() {
   if (nccl_ != nullptr) nccl_->Abort();
 }
 

@@ -42,7 +42,7 @@ class CudaBackend final : public Backend {
   std::shared_ptr<const DeviceEvent> done() const override { return done_; }
   Status Poll() override;
   Status Leave(TimeNs deadline) override;
-  void BreakOff() override;
+  void Abort() override;
   // Null: through host memory, or not chosen yet.
   const NcclCommunicator* nccl() const { return nccl_.get(); }
 

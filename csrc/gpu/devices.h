@@ -1,7 +1,7 @@
-// Devices: the one GPU that an engine uses: that of the first GPU tensor.
+// Devices: the one GPU that an engine uses, which is that of its first GPU tensor.
 //
 // One process per GPU, as in Horovod; a tensor on another device is refused. The driver is loaded
-// when the first GPU tensor comes, never before.
+// with the first GPU tensor, never before.
 //
 // Thread-safe.
 #pragma once

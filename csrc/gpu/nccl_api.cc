@@ -18,7 +18,7 @@ Status NcclApi::Load(const std::string& paths, NcclApi* api) {
   HORORING_RETURN_IF_ERROR(api->Check(api->get_version(&api->version), "ncclGetVersion"));
   if (api->version < kMinNcclVersion) {
     return Status(Code::kInvalidArgument,
-                  where + " is " + api->version_text() + "; 2.14 is the least that is supported");
+                  where + " is " + api->version_text() + "; 2.14 is the minimum supported version");
   }
   return Status::Ok();
 }

@@ -1,10 +1,10 @@
-// Membership: tells the store of an elastic job that this process lives, and learns at once when
-// its generation is over. It has one connection, which Python has opened and authenticated, and its
-// own thread, which needs neither the interpreter nor the loop, so that a computing process does
-// not count as dead.
+// Membership: sends heartbeats to the store of an elastic job, and receives the end of a generation
+// at once. It has one connection, which Python has opened and authenticated, and its own thread,
+// which needs neither the interpreter nor the loop, so that a computing process does not count as
+// dead.
 //
 //   process -> store   one byte, every interval
-//   store -> process   frames of fixed size; what is true already comes again after the first byte
+//   store -> process   frames of fixed size; the first byte makes it repeat the current ones
 //
 // Thread-safety: any thread, except that the constructor and the destructor are not called at the
 // same time as anything else.
@@ -33,10 +33,10 @@ class Membership {
   Membership(const Membership&) = delete;
   Membership& operator=(const Membership&) = delete;
 
-  // Ok while that generation is not over, as far as this process knows.
+  // Ok until this process learns that the generation is over.
   Status Check(int64_t generation) const;
-  // The latest change of hosts and processes since that generation began: when (microseconds since
-  // the epoch), and what (1: some are to be removed, 2: some were added; 3: both).
+  // The changes of hosts and processes since that generation began: the time of the latest
+  // (microseconds since the epoch), and their kinds (1: removals, 2: additions, 3: both).
   struct Updates {
     int64_t stamp = 0;
     int32_t what = 0;

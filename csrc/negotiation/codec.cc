@@ -128,7 +128,7 @@ void Get(Reader& in, std::vector<Integer>* integers) {
   for (Integer& integer : *integers) integer = static_cast<Integer>(in.Signed());
 }
 
-// The end of the run that begins at `begin`; `follows(i)` says whether i continues i - 1.
+// The end of the run that begins at `begin`; `follows(i)`: whether i continues i - 1.
 template <typename Follows>
 size_t EndOfRun(size_t begin, size_t size, const Follows& follows) {
   size_t end = begin + 1;

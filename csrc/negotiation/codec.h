@@ -22,7 +22,7 @@ enum class MessageKind : uint8_t {
   kAgreement = 2,
   kTrace = 3,
   kCombined = 4,
-  kStatus = 5,  // followed by a text that says what a rank is doing; empty: the question
+  kStatus = 5,  // followed by a rank's status text; empty: a query
 };
 
 std::string Encode(const Report& report);

@@ -85,7 +85,7 @@ class Coordinator {
     MemberSet reported;
     TimeNs since_ns = 0;
     std::vector<double> weights;    // per member, 0 at first; empty: the average is not weighted
-    std::vector<Request> requests;  // per member; filled once a report came in full
+    std::vector<Request> requests;  // per member; filled once a report is in full
     const Request& any() const {    // one of those reported
       if (record != nullptr) return record->request;
       size_t member = 0;

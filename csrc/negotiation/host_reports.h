@@ -11,8 +11,8 @@
 //   that leaves, everything while a rank of the host has joined; `cycle_time_ns` after the first of
 //   them, at the latest.
 //
-// The message keeps the ranks apart, so the coordinator knows as much as without it. Identical
-// reports of several ranks are sent once.
+// The message lists the ranks of each report, so no information is lost. Identical reports of
+// several ranks are sent once.
 //
 // Sans-IO: time is an argument.
 #pragma once
@@ -53,7 +53,7 @@ class HostReports {
   TimeNs cycle_time_ns_;
   std::vector<std::optional<Report>> held_;  // by index among `ranks`
   size_t held_count_ = 0;                    // how many are held
-  TimeNs since_ns_ = 0;                      // when the first of them came
+  TimeNs since_ns_ = 0;                      // when the first of them arrived
   bool send_now_ = false;                    // send at once
   // The number of ranks that have reported a request, until all have.
   std::unordered_map<uint64_t, size_t> cached_;

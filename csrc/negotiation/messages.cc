@@ -55,7 +55,7 @@ std::string Request::Title() const {
   return title;
 }
 
-// No name contains a zero byte: names come as C strings.
+// No name contains a zero byte: names are C strings.
 void SetKey(int32_t process_set, const char* name, std::string* key) {
   *key = name;
   if (process_set == kWorldSet) return;

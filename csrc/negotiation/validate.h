@@ -18,7 +18,7 @@ namespace hororing {
 Status Validate(const std::vector<const Request*>& requests, const std::vector<int>& ranks);
 
 // Sets the weight of each contribution to a weighted average and their sum, as in ReduceSpec.
-// `weights` are what the members gave; the results are relative to the largest, so that no sum is
+// `weights`: those of the members; the results are relative to the largest, so that no sum is
 // infinite. kInvalidArgument if one is negative or not finite.
 Status Weigh(const Request& request, const std::vector<int>& members, std::vector<double>* weights);
 

@@ -34,8 +34,8 @@ struct InFlight {
 // Takes ownership of the tensors that `handle` uses.
 void Keep(int64_t handle, InFlight request);
 
-// Blocks until `handle` is complete, and forgets it. 0 or an hr_code; hr_last_error() tells why on
-// this thread. `collect` sees a request that has succeeded before the core forgets it.
+// Blocks until `handle` is complete, and forgets it. 0 or an hr_code; hr_last_error() has the
+// reason on this thread. `collect` sees a request that has succeeded before the core forgets it.
 int Finish(int64_t handle, const std::function<void(const InFlight&)>& collect);
 
 // Blocks until the request of this key is complete, if there is one and it was abandoned.

@@ -160,7 +160,7 @@ class Execution {
     int32_t rank = 0, parts = 1;
     const auto process_set = static_cast<int32_t>(submit_.process_set);
     if (shape.empty() || hr_group_rank_now(process_set, &rank, &parts) != HR_OK) {
-      return nullptr;  // the core says what is wrong
+      return nullptr;  // the core reports the error
     }
     const int64_t rows = shape[0];
     shape[0] = rows / parts + (rank < rows % parts ? 1 : 0);
@@ -231,8 +231,8 @@ void Destroy(void* kernel) { delete static_cast<Submit*>(kernel); }
 
 void RegisterSubmit(TfStatus* status) {
   static const char* const attributes[] = {
-      "T: list(type) >= 1",  // the core knows which types it takes
-      "P: list(type) >= 0",  // T where results are as large as the core is told; else none
+      "T: list(type) >= 1",  // the core checks the types
+      "P: list(type) >= 0",  // T if the outputs have their final size in advance; else none
       "collective: int",    "process_set: int",      "op: int", "root: int", "has_splits: int",
       "blocking: int",      "awaits_abandoned: int", nullptr,
   };

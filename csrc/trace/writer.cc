@@ -22,7 +22,7 @@ constexpr int64_t kMinReserve = 64 << 10, kMaxReserve = 1 << 20;
 constexpr int kTidsPerRank = 16;
 constexpr size_t kRowMemory = 64;  // spans of a row that a later one is compared with
 
-// Length of the well-formed UTF-8 sequence at text[at] (RFC 3629), 0 where there is none.
+// Length of the well-formed UTF-8 sequence at text[at] (RFC 3629), 0 if there is none.
 size_t Utf8Length(const std::string& text, size_t at) {
   const auto byte = [&](size_t i) -> unsigned {
     return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u;
@@ -281,7 +281,7 @@ Status TraceWriter::Flush(std::string* block) {
   return Status::Ok();
 }
 
-// The next record goes to the beginning of the ring, after one that tells readers about it.
+// Continues at the beginning of the ring, with a record that marks the gap for readers.
 Status TraceWriter::Wrap(std::string* block) {
   HORORING_RETURN_IF_ERROR(Flush(block));
   if (end_ < ring_end_) HORORING_RETURN_IF_ERROR(MoveEnd(ring_end_));

@@ -28,25 +28,25 @@ struct Topology {
 Topology MakeTopology(int rank, const std::vector<std::string>& host_ids);
 
 struct World {
-  // MPI, if it only served to find the other ranks. Destroyed after the transport.
+  // MPI, if only the rendezvous used it. Destroyed after the transport.
   std::unique_ptr<Transport> bootstrap;
-  std::unique_ptr<Transport> transport;  // what the engine talks over
+  std::unique_ptr<Transport> transport;  // the engine's connection to all ranks
   // With several hosts: this host's shared memory, by local rank, for slots and control messages
   // (RoutedTransport). Null if some host has none, or if no host has two ranks.
   std::unique_ptr<Transport> local;
   Topology topology;
   // The other ranks of this host.
   std::vector<ProcessIdentity> neighbours;
-  std::string note;  // why the transport is not the expected one; empty: it is
+  std::string note;  // why the expected transport is not used; empty if it is
   std::string why;   // why MPI was chosen or not; empty if there was no choice
 };
 
 struct WorldOptions {
   bool launched = false;  // there may be other ranks
   std::string transport;  // "auto", "shm", "tcp" or "mpi"
-  // How the ranks find one another; null: through MPI. Borrowed.
+  // How the ranks meet; null: through MPI. Borrowed.
   Bootstrap* bootstrap = nullptr;
-  std::string address;           // of this host, as other hosts reach it; "": not known
+  std::string address;           // of this host, as other hosts reach it; "": unknown
   std::string key;               // of the job, secret: for TCP; "": one that `bootstrap` shares
   std::string fabric;            // a network of this host that is faster with MPI; "": none
   std::string mpi_library_path;  // the layer for the MPI that is loaded
@@ -66,7 +66,7 @@ Status MakeWorld(const WorldOptions& options, World* world);
 // Several hosts: from now on, control messages between neighbours go through `world.local`.
 void RouteControl(const WorldOptions& options, World* world);
 
-// N ranks inside this process, for tests: element r belongs to the thread that plays rank r.
+// N ranks inside this process, for tests: element r belongs to the thread of rank r.
 std::vector<std::unique_ptr<Transport>> MakeInprocWorld(int size, TimeNs spin_ns);
 
 // Ends MPI if MakeWorld has started it; see HororingMpiFinalize.

@@ -10,10 +10,10 @@
 // MPI_THREAD_MULTIPLE, creation is refused: two threads inside a SERIALIZED Open MPI crash
 // (measured: a segmentation fault in its progress engine).
 //
-// The ranks of a dead peer's host notice its death and tell the others. On other hosts MPI must
-// report it (fault tolerance, "ULFM"), or kill the job, as mpirun does by default. A failure that a
-// peer announces is noticed at once; a peer that is silent while data is due, at the deadline.
-// Ignore SIGPIPE, as Python does: MPI writes to the sockets of dead peers.
+// The ranks of a dead peer's host notice its death and announce it to the others. On other hosts
+// MPI must report it (fault tolerance, "ULFM"), or kill the job, as mpirun does by default. A
+// failure that a peer announces is noticed at once; a peer that is silent while data is due, at the
+// deadline. Ignore SIGPIPE, as Python does: MPI writes to the sockets of dead peers.
 #pragma once
 
 #include <memory>
@@ -54,8 +54,8 @@ using HororingMpiOpen = void (*)(const MpiWorld* world, TimeNs spin_ns, TimeNs d
                                  Transport** transport, Status* status);
 // Does not initialise MPI.
 using HororingMpiDescribe = void (*)(MpiInfo* info);
-// Calls MPI_Finalize if HororingMpiOpen initialised MPI, nobody has finalised it since, and no rank
-// has failed (MPI would wait for that rank). Once per process, at its very end: MPI cannot be
+// Calls MPI_Finalize if HororingMpiOpen initialised MPI, it has not been finalised since, and no
+// rank has failed (MPI would wait for that rank). Once per process, at its very end: MPI cannot be
 // initialised again.
 using HororingMpiFinalize = void (*)();
 }

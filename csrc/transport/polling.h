@@ -1,6 +1,6 @@
 // Polling: what a waiting rank does between two polls. It spins briefly, then yields its core
-// between polls, then sleeps until a bell rings. If nothing may ring it, as with MPI, it sleeps for
-// longer and longer times.
+// between polls, then sleeps until a bell rings. If nothing can ring it, as with MPI, its sleeps
+// grow longer.
 #pragma once
 
 #include <linux/futex.h>
@@ -107,7 +107,7 @@ class Backoff {
   TimeNs begin_ns() const { return begin_ns_; }
   // Of the latest Pause.
   TimeNs now_ns() const { return now_ns_; }
-  // Since when nothing has moved.
+  // The time of the latest progress.
   TimeNs quiet_since_ns() const { return quiet_since_ns_; }
 
   // Call it after a poll that found nothing (`moved` false), or something other than the awaited

@@ -1,6 +1,6 @@
-// ShmSegment: the memory that all ranks of one world map, and its layout. Lives either in a
-// POSIX shared-memory object (processes) or on the heap (ranks as threads in tests): the code
-// above it cannot tell.
+// ShmSegment: the memory that all ranks of one world map, and its layout. Lives either in a POSIX
+// shared-memory object (processes) or on the heap (ranks as threads in tests), which makes no
+// difference to the code above.
 //
 //   | header | RankState 0 .. N-1 | Pipe (src, dst) | their bytes | slots of rank 0 .. N-1 |
 //   | exchange, its slots 0 .. N-1 |
@@ -28,7 +28,7 @@ namespace hororing {
 
 constexpr size_t kCacheLine = 64;
 
-// How far one rank has come with the batches of one process set in the direct allreduce
+// The progress of one rank with the batches of one process set in the direct allreduce
 // (backend/shared_memory_backend.h): blocks published so far. Written by that rank only.
 struct DirectProgress {
   alignas(kCacheLine) std::atomic<uint64_t> packed{0};    // its block lies in its slot

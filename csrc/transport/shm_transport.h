@@ -65,7 +65,7 @@ class ShmTransport final : public Transport, private Eventcount {
   // Ranks that may still read this rank's slot: those of the latest batch through slots, until all
   // of them have consumed its blocks before `end`.
   struct SlotReaders {
-    std::vector<int> slots;  // empty: nobody
+    std::vector<int> slots;  // empty: none
     std::vector<int> ranks;  // of the job; they own those slots
     int set = 0;             // as in RankState::direct
     uint64_t incarnation = 0;
@@ -98,7 +98,7 @@ class ShmTransport final : public Transport, private Eventcount {
       const Status peers = CheckPeers(lagging());
       wait.Check(*this, backoff.now_ns(), lagging);
       if (peers.ok()) continue;
-      // What a peer wrote before it ended still counts.
+      // Data that a peer wrote before it ended still counts.
       Progress();
       return ready() ? Status::Ok() : peers;
     }

@@ -14,6 +14,6 @@ int IndexOf(int rank, const std::vector<int>& ranks) {
 Subgroup::Subgroup(Transport& parent, std::vector<int> ranks)
     : parent_(parent), ranks_(std::move(ranks)), rank_(IndexOf(parent.rank(), ranks_)) {}
 
-int Subgroup::RankOf(int parents) const { return IndexOf(parents, ranks_); }
+int Subgroup::RankOf(int parent_rank) const { return IndexOf(parent_rank, ranks_); }
 
 }  // namespace hororing

@@ -24,32 +24,32 @@ class Subgroup final : public Transport {
   const char* name() const override { return parent_.name(); }
 
   Request Send(int peer, const void* data, size_t bytes) override {
-    return parent_.Send(Parents(peer), data, bytes);
+    return parent_.Send(ParentRank(peer), data, bytes);
   }
   Request Receive(int peer, void* data, size_t bytes) override {
-    return parent_.Receive(Parents(peer), data, bytes);
+    return parent_.Receive(ParentRank(peer), data, bytes);
   }
   Status Wait(Request request, TimeNs deadline) override { return parent_.Wait(request, deadline); }
   bool Done(Request request) override { return parent_.Done(request); }
 
   void Post(int peer, std::string message) override {
-    parent_.Post(Parents(peer), std::move(message));
+    parent_.Post(ParentRank(peer), std::move(message));
   }
   bool Poll(int* /*peer*/, std::string* /*message*/) override { return false; }
   void Sleep(TimeNs deadline) override { parent_.Sleep(deadline); }
   void Wake() override { parent_.Wake(); }
   void Revoke(const Status& why) override { parent_.Revoke(why); }
-  // The ranks in the parent, in the order of the ranks here.
+  // The ranks in the parent, in the order of the subgroup.
   const std::vector<int>& ranks() const { return ranks_; }
-  // The rank here of one of the parent's ranks.
-  int RankOf(int parents) const;
-  TimeNs Silence(int peer) override { return parent_.Silence(Parents(peer)); }
+  // The rank in the subgroup of a rank of the parent.
+  int RankOf(int parent_rank) const;
+  TimeNs Silence(int peer) override { return parent_.Silence(ParentRank(peer)); }
   Status CheckPeers() override { return parent_.CheckPeers(); }
   void AnnounceFailure(const Status& why) override { parent_.AnnounceFailure(why); }
   bool Flush(TimeNs deadline) override { return parent_.Flush(deadline); }
 
  private:
-  int Parents(int peer) const { return ranks_[static_cast<size_t>(peer)]; }
+  int ParentRank(int peer) const { return ranks_[static_cast<size_t>(peer)]; }
 
   Transport& parent_;
   const std::vector<int> ranks_;

@@ -15,8 +15,8 @@
 //   2. Every wait ends: by completion, by the death of a peer (kPeerLost with its rank), by a
 //      peer that announced its failure, by Revoke, or by the deadline (kTransport, naming the
 //      peer).
-//   3. After the first error the data plane is broken: every later Wait fails at once with
-//      that same error. The control plane goes on as far as it can.
+//   3. After the first error the data plane is broken: every later Wait fails at once with that
+//      same error. The control plane continues as far as possible.
 #pragma once
 
 #include <algorithm>
@@ -58,7 +58,7 @@ class OneShotExchange;
 
 class Transport {
  public:
-  // A posted data transfer. Small and copyable; the meaning of `slot` is the transport's.
+  // A posted data transfer. Small and copyable; each transport defines `slot`.
   struct Request {
     uint64_t slot = 0;
   };
@@ -84,8 +84,8 @@ class Transport {
   virtual void Post(int peer, std::string message) = 0;
   virtual bool Poll(int* peer, std::string* message) = 0;
 
-  // Moves data in flight in both planes, and never blocks. True if anything moved, as far as the
-  // transport can tell.
+  // Moves data in flight in both planes, and never blocks. True if the transport noticed any
+  // progress.
   virtual bool Move() { return false; }
   // Returns when a control message may have arrived, after a Wake() since the last Sleep (also one
   // before this call), or at `deadline`. Spins briefly, then sleeps without using CPU time. May
@@ -94,8 +94,8 @@ class Transport {
   // Any thread. Ends the current or the next Sleep.
   virtual void Wake() = 0;
   // Any thread. Ends every wait of this rank, now and later: waits of the data plane fail with
-  // `why`, which CheckPeers also returns; Sleep and Close return. The first call counts. It does
-  // not tell the peers: AnnounceFailure and Flush still work.
+  // `why`, which CheckPeers also returns; Sleep and Close return. The first call counts. Peers are
+  // not notified: AnnounceFailure and Flush still work.
   virtual void Revoke(const Status& why);
   bool revoked() const { return revoked_.load(std::memory_order_acquire); }
   // Null if only the engine's thread may use this transport. Only shared memory (and inproc) has an
@@ -113,8 +113,8 @@ class Transport {
   // Ok while every peer is alive. Cheap enough for a few calls a second. It also shows the peers
   // that this process is running.
   virtual Status CheckPeers() = 0;
-  // Returns for how long `peer` has given no sign of life, and asks it for one: call it repeatedly.
-  // A rank gives signs of life while it waits for anything, and in CheckPeers, but not while its
+  // Returns for how long `peer` has given no sign of life, and requests one: call it repeatedly. A
+  // rank gives signs of life while it waits for anything, and in CheckPeers, but not while its
   // process is stopped or its network is cut. 0 for a rank that has failed or left.
   virtual TimeNs Silence(int /*peer*/) { return 0; }
   // Waits longer than `warning_ns` call `warn` with the ranks that make no progress. `limit_ns`:
@@ -133,8 +133,8 @@ class Transport {
                ? deadline
                : std::max(deadline, After(stopped_until_ns_, wait_limits_.limit_ns));
   }
-  // Tells the peers that this rank takes no further part; their waits end with Announced(why).
-  // `why` blames the rank at fault: this one, or the one that it has lost.
+  // Announces to the peers that this rank has failed; their waits end with Announced(why). `why`
+  // blames the rank at fault: this one, or the one that it has lost.
   virtual void AnnounceFailure(const Status& why) = 0;
   // Sends everything that Post has queued, until `deadline`. True if all is sent.
   virtual bool Flush(TimeNs deadline) = 0;

@@ -181,7 +181,7 @@ bool TcpTransport::PullControl(int peer) {
       state.inbox.append(bytes, static_cast<size_t>(got));
     }
   }
-  // Deliver may send and, if that fails, come back here. Then the rest is delivered there.
+  // Deliver may send and, if that fails, call this again. That call then delivers the rest.
   while (state.inbox.size() - state.in_at >= kHead) {
     const char* head = state.inbox.data() + state.in_at;
     uint32_t length = 0;

@@ -38,7 +38,7 @@ Socket Accept(int listener);
 
 // Sends small messages at once.
 Status SendAtOnce(int fd);
-// Events tell that there is something to read when that is so many bytes, or the end.
+// Makes the connection readable for epoll only when this many bytes, or the end, have arrived.
 void WakeFor(int fd, size_t bytes);
 // Probes an idle connection, and breaks it after this many probes without an answer. Firewalls
 // forget connections on which nothing is ever sent.
