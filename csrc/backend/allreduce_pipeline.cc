@@ -74,11 +74,14 @@ class AllreducePipeline final : public HostPipeline {
         Publish(&DirectProgress::reduced, ++reduced_);
       }
     }
-    if (CanReduce()) {
+    if (owns_ && summed_ < packed_ && (exchange_ == nullptr || exchange_->CanBegin()) &&
+        PeersReached(size_, &DirectProgress::packed, summed_ + 1)) {
       Reduce();
-    } else if (CanUnpack()) {
+    } else if (consumed_ < (owns_ ? reduced_ : packed_) &&
+               PeersReached(plan_.owners, &DirectProgress::reduced, consumed_ + 1)) {
       Unpack();
-    } else if (CanPack()) {
+    } else if (packed_ < end_ && packed_ < consumed_ + depth_ && BlockIsFree(packed_)) {
+      // Also depends on this rank itself: its slot receives the sums of the previous block, too.
       Pack();
     } else {
       return moved;
@@ -94,19 +97,6 @@ class AllreducePipeline final : public HostPipeline {
       return !Reached(peer, &DirectProgress::packed, consumed_ + 1);
     }
     return peer < plan_.owners && !Reached(peer, &DirectProgress::reduced, consumed_ + 1);
-  }
-
-  // Also depends on this rank itself: its slot receives the sums of the previous block, too.
-  bool CanPack() const {
-    return packed_ < end_ && packed_ < consumed_ + depth_ && BlockIsFree(packed_);
-  }
-  bool CanReduce() const {
-    return owns_ && summed_ < packed_ && (exchange_ == nullptr || exchange_->CanBegin()) &&
-           PeersReached(size_, &DirectProgress::packed, summed_ + 1);
-  }
-  bool CanUnpack() const {
-    return consumed_ < (owns_ ? reduced_ : packed_) &&
-           PeersReached(plan_.owners, &DirectProgress::reduced, consumed_ + 1);
   }
 
   void Pack() {
@@ -132,8 +122,14 @@ class AllreducePipeline final : public HostPipeline {
     if (exchange_ != nullptr) {
       SumForExchange(block, own);
       ++summed_;
-    } else {
-      SumToOutput(block, own);
+    } else {  // into this rank's output and, unless every rank reduces everything, into its slot
+      std::byte* const block_at = BlockAt(rank_, summed_);
+      ForEachSum(block, own, [&](const Place& place, size_t at, size_t bytes) {
+        std::byte* const result = place.output + (at - place.begin);
+        ReduceMany(place.reduce, size_, result, sources_.data(), size_,
+                   bytes / ElementSize(place.reduce.dtype));
+        if (!plan_.small) local_.to_slot().Copy(block_at + (at - block.begin), result, bytes);
+      });
       reduced_ = ++summed_;
       if (plan_.small) {  // nothing is left to unpack, and nobody waits for the sum
         Publish(&DirectProgress::consumed, ++consumed_);
@@ -157,17 +153,6 @@ class AllreducePipeline final : public HostPipeline {
         }
         visit(place, at, std::min(kReducePiece, end - at));
       }
-    });
-  }
-
-  // Sums into this rank's output and, unless every rank reduces everything, into its slot.
-  void SumToOutput(const Range& block, const Range& own) {
-    std::byte* const block_at = BlockAt(rank_, summed_);
-    ForEachSum(block, own, [&](const Place& place, size_t at, size_t bytes) {
-      std::byte* const result = place.output + (at - place.begin);
-      ReduceMany(place.reduce, size_, result, sources_.data(), size_,
-                 bytes / ElementSize(place.reduce.dtype));
-      if (!plan_.small) local_.to_slot().Copy(block_at + (at - block.begin), result, bytes);
     });
   }
 
@@ -219,25 +204,6 @@ class AllreducePipeline final : public HostPipeline {
   std::vector<std::byte> widened_;
 };
 
-Status RunWithExchange(SetSlots& set, const Batch& batch, const AllreducePlan& plan,
-                       Scratch& scratch, TimeNs deadline, TraceSink& trace) {
-  const HostGroup& group = set.group;
-  SliceExchange::Plan between;
-  for (int host = 0; host < group.hosts(); ++host) {
-    between.ranks.push_back(group.JobRank(host, group.local));
-  }
-  between.host = group.host;
-  between.layout = &plan.layout;
-  between.divisor = group.size();
-  between.slices = plan.blocks;
-  between.max_bytes = plan.LargestSlice();
-  between.whole = plan.whole;
-  between.depth = set.geometry.depth;
-  SliceExchange exchange(set.wire, std::move(between), deadline);
-  HORORING_RETURN_IF_ERROR(exchange.Reserve(scratch));
-  return AllreducePipeline(set, batch, plan, &exchange, deadline, trace).Run();
-}
-
 }  // namespace
 
 AllreducePlan::AllreducePlan(const Batch& batch, const SetSlots& set, int slice_owners,
@@ -266,9 +232,23 @@ AllreducePlan::AllreducePlan(const Batch& batch, const SetSlots& set, int slice_
 Status RunAllreduce(SetSlots& set, const Batch& batch, const AllreducePlan& plan, Scratch& scratch,
                     TimeNs deadline, TraceSink& trace) {
   const HostGroup& group = set.group;
-  const bool exchanges = group.hosts() > 1 && group.local < plan.owners;
-  return exchanges ? RunWithExchange(set, batch, plan, scratch, deadline, trace)
-                   : AllreducePipeline(set, batch, plan, nullptr, deadline, trace).Run();
+  if (group.hosts() == 1 || group.local >= plan.owners) {
+    return AllreducePipeline(set, batch, plan, nullptr, deadline, trace).Run();
+  }
+  SliceExchange::Plan between;
+  for (int host = 0; host < group.hosts(); ++host) {
+    between.ranks.push_back(group.JobRank(host, group.local));
+  }
+  between.host = group.host;
+  between.layout = &plan.layout;
+  between.divisor = group.size();
+  between.slices = plan.blocks;
+  between.max_bytes = plan.LargestSlice();
+  between.whole = plan.whole;
+  between.depth = set.geometry.depth;
+  SliceExchange exchange(set.wire, std::move(between), deadline);
+  HORORING_RETURN_IF_ERROR(exchange.Reserve(scratch));
+  return AllreducePipeline(set, batch, plan, &exchange, deadline, trace).Run();
 }
 
 }  // namespace hororing

@@ -41,20 +41,17 @@ Status SharedMemoryBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& 
   switch (batch.kind) {
     case Collective::kAllgather: broken_ = RunAllgather(batch, deadline, trace); break;
     case Collective::kReducescatter: broken_ = RunReducescatter(batch, deadline, trace); break;
-    default: broken_ = RunAllreduce(batch, deadline, trace);
+    default:
+      if (set_.group.size() == 1) {
+        ReduceAlone(batch, trace);
+        break;
+      }
+      const AllreducePlan plan(batch, set_, shape_.min_ranks, options_.wire);
+      if (plan.blocks == 0) break;
+      algorithm_used_ = shape_.hosts == 1 ? AlgorithmUsed::kShmDirect : AlgorithmUsed::kThreePhase;
+      broken_ = RunAllreduce(set_, batch, plan, scratch_, deadline, trace);
   }
   return broken_;
-}
-
-Status SharedMemoryBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  if (set_.group.size() == 1) {
-    ReduceAlone(batch, trace);
-    return Status::Ok();
-  }
-  const AllreducePlan plan(batch, set_, shape_.min_ranks, options_.wire);
-  if (plan.blocks == 0) return Status::Ok();
-  algorithm_used_ = shape_.hosts == 1 ? AlgorithmUsed::kShmDirect : AlgorithmUsed::kThreePhase;
-  return hororing::RunAllreduce(set_, batch, plan, scratch_, deadline, trace);
 }
 
 }  // namespace hororing

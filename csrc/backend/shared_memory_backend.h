@@ -34,7 +34,6 @@ class SharedMemoryBackend final : public Backend {
   AlgorithmUsed algorithm_used() const override { return algorithm_used_; }
 
  private:
-  Status RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace);
   // In shared_memory_moves.cc.
   bool Fits(Collective kind) const;
   Status RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace);

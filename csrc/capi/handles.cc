@@ -17,13 +17,10 @@ int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
   const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
   const size_t number = static_cast<size_t>(count);
   bool all_ok = false;
-  const std::shared_ptr<HandleTable>& table = Handles();
-  HandleState state = table->WaitMany(handles, number, 0, &all_ok, done_events);
-  if (state == HandleState::kPending && timeout > 0) {
-    const std::shared_ptr<Engine> engine = CurrentEngine();
-    state = engine != nullptr ? engine->WaitMany(handles, number, timeout, &all_ok, done_events)
-                              : table->WaitMany(handles, number, timeout, &all_ok, done_events);
-  }
+  const std::shared_ptr<Engine> engine = timeout > 0 ? CurrentEngine() : nullptr;
+  const HandleState state =
+      engine != nullptr ? engine->WaitMany(handles, number, timeout, &all_ok, done_events)
+                        : Handles()->WaitMany(handles, number, timeout, &all_ok, done_events);
   if (state == HandleState::kPending) return HR_PENDING;
   if (all_ok) return HR_OK;
   return Remember(Status(Code::kInvalidArgument, "some of these handles have failed"));

@@ -41,10 +41,7 @@ struct Process {
 };
 
 // Never destroyed: handles may be queried until the very end of the process.
-Process& TheProcess() {
-  static Process* process = new Process();
-  return *process;
-}
+Process& process = *new Process();
 
 // In a forked child the engine's thread does not exist, and locks may be held by threads that do
 // not exist either. The child therefore does not touch the parent's state.
@@ -76,18 +73,17 @@ Status NotInitialized() {
                   "that is: communicate in the parent, or start workers with the 'spawn' method");
   }
   std::string text = "hororing has not been initialized; use hvd.init().";
-  std::lock_guard<std::mutex> lock(TheProcess().mutex);
-  const std::string& ended_by = TheProcess().ended_by;
+  std::lock_guard<std::mutex> lock(process.mutex);
+  const std::string& ended_by = process.ended_by;
   if (!ended_by.empty()) text += " It has ended before: " + ended_by;
   return Status(Code::kNotInitialized, text);
 }
 
 bool InForkedChild() { return in_forked_child.load(std::memory_order_relaxed); }
 
-const std::shared_ptr<HandleTable>& Handles() { return TheProcess().handles; }
+const std::shared_ptr<HandleTable>& Handles() { return process.handles; }
 
 void RevokeGeneration(int64_t generation, const Status& why) {
-  Process& process = TheProcess();
   std::shared_ptr<Engine> engine;
   {
     std::lock_guard<std::mutex> lock(process.mutex);
@@ -99,7 +95,6 @@ void RevokeGeneration(int64_t generation, const Status& why) {
 
 std::shared_ptr<Engine> CurrentEngine() {
   if (InForkedChild()) return nullptr;
-  Process& process = TheProcess();
   std::lock_guard<std::mutex> lock(process.mutex);
   return process.engine;
 }
@@ -166,7 +161,6 @@ Status TimedOut() {
 // and anything else could hang or crash.
 int EndEngine(const char* reason, const std::function<bool(Engine&)>& end) {
   if (in_forked_child.load()) return HR_OK;
-  Process& process = TheProcess();
   std::shared_ptr<Engine> engine;
   {
     std::lock_guard<std::mutex> lock(process.mutex);
@@ -204,7 +198,6 @@ HR_EXPORT const char* hr_version(void) { return HORORING_VERSION; }
 HR_EXPORT int hr_init(const hr_config* config) {
   WatchForks();
   if (in_forked_child.load()) return Remember(NotInitialized());
-  Process& process = TheProcess();
   {
     std::lock_guard<std::mutex> lock(process.mutex);
     if (process.engine != nullptr || process.starting != nullptr) return HR_OK;
@@ -246,7 +239,6 @@ HR_EXPORT int hr_init(const hr_config* config) {
 }
 
 HR_EXPORT int hr_init_wait(double timeout_s) {
-  Process& process = TheProcess();
   std::shared_ptr<Engine> starting;
   std::shared_ptr<AskingBootstrap> asking;
   {
@@ -276,7 +268,6 @@ HR_EXPORT int hr_init_wait(double timeout_s) {
 HR_EXPORT const char* hr_asked(void) { return asked.c_str(); }
 
 HR_EXPORT void hr_answer(const char* const* texts, const char* error) {
-  Process& process = TheProcess();
   std::shared_ptr<AskingBootstrap> asking;
   {
     std::lock_guard<std::mutex> lock(process.mutex);

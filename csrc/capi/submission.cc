@@ -54,7 +54,7 @@ Status Submit(Engine& engine, const hr_request& from, bool blocking, StreamEvent
   HORORING_RETURN_IF_ERROR(MakeEntry(from, engine.sets(), engine.topology().rank, entry.get()));
   if (blocking && engine.AllreduceOneShot(*entry, handle)) return Status::Ok();
   Status status = MarkReady(engine, from, events, entry.get());
-  if (status.ok()) status = engine.Submit(&entry, handle, id);
+  if (status.ok()) status = engine.Submit(&entry, blocking, handle, id);
   // Release the events now; the cached entry may live as long as the thread.
   if (entry != nullptr) entry->ready.clear();
   return status;
@@ -73,7 +73,6 @@ HR_EXPORT int64_t hr_submit(const hr_request* request) {
     const Status status = Submit(*engine, *request, blocking, &events, &id, &handle);
     if (!status.ok()) return -Remember(status);
   }
-  engine->Ring(blocking);
   return handle;
 }
 
@@ -101,7 +100,6 @@ HR_EXPORT int32_t hr_start(hr_request* const* requests, const uintptr_t* address
     status = Submit(*engine, request, false, &events, &requests[started]->id, &handles[started]);
     if (status.ok()) ++started;
   }
-  if (started > 0) engine->Ring(false);
   if (!status.ok()) handles[started] = -Remember(status);
   return static_cast<int32_t>(started);
 }

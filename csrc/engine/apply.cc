@@ -89,9 +89,12 @@ std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
   Work work;
   const Decision::Details& details = decision.details();
   const bool cached = details.name.empty();
-  work.entry =
-      cached ? TakeInFlight(id) : shared_.tensors.Find(Key(decision.process_set, details.name));
-  const RequestRecord* const known = cached ? shared_.tensors.FindRecord(id) : nullptr;
+  RequestRecord* const known = cached ? shared_.tensors.FindRecord(id) : nullptr;
+  if (known != nullptr) {
+    work.entry = std::exchange(known->reported, nullptr);
+  } else if (!cached) {
+    work.entry = shared_.tensors.Find(Key(decision.process_set, details.name));
+  }
   if (work.entry == nullptr) {
     if (details.stand_in) {
       work.entry = StandIn(*details.stand_in);
@@ -106,7 +109,7 @@ std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
   if (!details.weights.empty()) work.weights = &details.weights;
   work.rows = known != nullptr ? &known->rows : &details.rows;
   if (!cached) {
-    TakeInFlight(work.entry->cache_id);  // a new request replaces this id
+    ClearReported(work.entry->cache_id);  // a new request replaces this id
     if (id != 0) shared_.tensors.Define(id, work.entry->request, details.rows);
     work.entry->cache_id = id;
   }
@@ -114,10 +117,9 @@ std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
   return work;
 }
 
-// Returns the in-flight entry with this cache id and clears it. Null if there is none.
-TensorEntry* Loop::TakeInFlight(uint64_t id) {
+void Loop::ClearReported(uint64_t id) {
   RequestRecord* const known = shared_.tensors.FindRecord(id);
-  return known == nullptr ? nullptr : std::exchange(known->reported, nullptr);
+  if (known != nullptr) known->reported = nullptr;
 }
 
 // This rank has joined. It contributes neutral values, which do not change the result.
@@ -222,7 +224,7 @@ void Loop::Fail(const Decision& decision) {
   if (failed == nullptr || failed->reported_ns == 0) return;
   if (shared_.trace.enabled()) TraceNegotiation(*failed);
   Record(Event::kFailed, NowNs(), failed->request.kind, failed->request.name);
-  TakeInFlight(failed->cache_id);
+  ClearReported(failed->cache_id);
   const std::unique_ptr<TensorEntry> entry = shared_.tensors.Remove(key);
   ++shared_.stats.completed;
   shared_.handles->Complete(entry->handle, decision.details().status, {});

@@ -160,8 +160,8 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
   for (const std::vector<size_t>& items : plan) {
     const int32_t process_set = described_[items[0]].key.process_set;
     Communicator& communicator = communicators_.at(process_set);
-    Fill(items, communicator);
-    HORORING_RETURN_IF_ERROR(RunBatch(process_set, communicator));
+    const int64_t bytes = Fill(items, communicator);
+    HORORING_RETURN_IF_ERROR(RunBatch(process_set, communicator, bytes));
     // Entries may hold names, events and lists. Entries of a host allreduce hold none of them
     // unless a timeline is written, so they are reused.
     const bool bare = batch_.kind == Collective::kAllreduce && !batch_.on_device;
@@ -172,8 +172,9 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
   return Status::Ok();
 }
 
-// Fills the batch with these items, and their entries.
-void BatchRunner::Fill(const std::vector<size_t>& items, const Communicator& communicator) {
+// Fills the batch with these items, and finds the entries that it completes. Returns the bytes of
+// this rank's inputs.
+int64_t BatchRunner::Fill(const std::vector<size_t>& items, const Communicator& communicator) {
   const FusionKey& key = described_[items[0]].key;
   batch_.kind = key.kind;
   batch_.on_device = key.on_device;
@@ -184,9 +185,13 @@ void BatchRunner::Fill(const std::vector<size_t>& items, const Communicator& com
   }
   batch_.entries.resize(items.size());
   entries_.clear();
+  complete_.clear();
+  persistent_.clear();
+  ending_.clear();
+  size_t bytes = 0;
   for (size_t i : items) {
     const Item& item = items_[i];
-    const TensorEntry& of = *item.entry;
+    TensorEntry& of = *item.entry;
     const TensorView& view = of.views[item.index];
     BatchEntry& entry = batch_.entries[entries_.size()];
     SetSizes(of, item.index, *item.rows, communicator, &entry);
@@ -197,8 +202,20 @@ void BatchRunner::Fill(const std::vector<size_t>& items, const Communicator& com
     entry.elements = static_cast<size_t>(view.elements());
     entry.reduce = described_[i].reduce;
     if (batch_.on_device && !of.ready.empty()) entry.ready = of.ready[item.index];
-    entries_.push_back(item.entry);
+    bytes += entry.bytes();
+    entries_.push_back(&of);
+    of.stage = "REDUCE";
+    if (--of.unfinished > 0) continue;
+    const bool persists =
+        of.cache_id != 0 && of.results.empty() && !of.request.on_device() && !of.stands_in();
+    if (persists) {
+      complete_.push_back(of.handle);
+      persistent_.push_back(&of);
+    } else {
+      ending_.push_back(&of);
+    }
   }
+  return static_cast<int64_t>(bytes);
 }
 
 // Allocates gathered results, whose size is known only now. An alltoall's tensor is followed by the
@@ -238,10 +255,8 @@ Status BatchRunner::Allocate(const Work& work) {
   return Status::Ok();
 }
 
-Status BatchRunner::RunBatch(int32_t process_set, Communicator& communicator) {
+Status BatchRunner::RunBatch(int32_t process_set, Communicator& communicator, int64_t bytes) {
   const Batch& batch = batch_;
-  Begin();
-  const int64_t bytes = static_cast<int64_t>(batch.bytes());
   const TimeNs begin = NowNs();
   const auto backend = std::find_if(
       communicator.backends.begin(), communicator.backends.end(), [&](const auto& each) {
@@ -276,26 +291,6 @@ Status BatchRunner::RunBatch(int32_t process_set, Communicator& communicator) {
     shared_.trace.Span(Stage::kComplete, Track::kLoop, NamesOf(batch), end, NowNs());
   }
   return Status::Ok();
-}
-
-// Before the batch of entries_ runs: finds the entries that it completes, while they are in the
-// CPU's cache.
-void BatchRunner::Begin() {
-  complete_.clear();
-  persistent_.clear();
-  ending_.clear();
-  for (TensorEntry* entry : entries_) {
-    entry->stage = "REDUCE";
-    if (--entry->unfinished > 0) continue;
-    const bool persists = entry->cache_id != 0 && entry->results.empty() &&
-                          !entry->request.on_device() && !entry->stands_in();
-    if (persists) {
-      complete_.push_back(entry->handle);
-      persistent_.push_back(entry);
-    } else {
-      ending_.push_back(entry);
-    }
-  }
 }
 
 // Completes the entries of a batch. The caller may start a persistent entry again at once, so it is

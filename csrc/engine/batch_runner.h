@@ -79,9 +79,8 @@ class BatchRunner {
     const std::vector<int64_t>* rows;  // of the request
   };
   Status Allocate(const Work& work);
-  void Fill(const std::vector<size_t>& items, const Communicator& communicator);
-  Status RunBatch(int32_t process_set, Communicator& communicator);
-  void Begin();
+  int64_t Fill(const std::vector<size_t>& items, const Communicator& communicator);
+  Status RunBatch(int32_t process_set, Communicator& communicator, int64_t bytes);
   void Complete();
 
   Shared& shared_;

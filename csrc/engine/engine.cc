@@ -242,13 +242,15 @@ Status Engine::MarkReady(int ordinal, const std::vector<CuStream>& streams, Stre
   return status.ok() ? status : WithStage(*entry, Status(Code::kInvalidArgument, status.message()));
 }
 
-Status Engine::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id) {
+Status Engine::Submit(std::unique_ptr<TensorEntry>* entry, bool blocking, int64_t* handle,
+                      uint64_t* id) {
   const bool traces = shared_.trace.enabled();
   const TimeNs begin = traces ? NowNs() : 0;
   const std::string tensor = traces ? (*entry)->request.name : std::string();
   const int64_t bytes = traces ? (*entry)->request.bytes() : 0;
   HORORING_RETURN_IF_ERROR(shared_.tensors.Submit(entry, handle, id));
   ++shared_.stats.submitted;
+  if (!blocking || !shared_.CallersMayProgress()) shared_.mailbox.NotifySubmitted();
   if (traces) shared_.trace.Span(Stage::kSubmit, Track::kCaller, tensor, begin, NowNs(), bytes);
   return Status::Ok();
 }
@@ -257,6 +259,7 @@ size_t Engine::Start(const Restart* restarts, const uintptr_t* addresses, size_t
                      int64_t* handles) {
   if (shared_.trace.enabled()) return 0;  // each request has its span
   const size_t started = shared_.tensors.Start(restarts, addresses, count, handles);
+  if (started > 0) shared_.mailbox.NotifySubmitted();
   shared_.stats.submitted += static_cast<int64_t>(started);
   return started;
 }
@@ -266,12 +269,9 @@ bool Engine::StartNext(const std::function<bool(const Request&)>& same, const vo
   if (shared_.trace.enabled() || !shared_.tensors.StartNext(same, input, output, weight, handle)) {
     return false;
   }
+  shared_.mailbox.NotifySubmitted();
   ++shared_.stats.submitted;
   return true;
-}
-
-void Engine::Ring(bool blocking) {
-  if (!blocking || !shared_.CallersMayProgress()) shared_.mailbox.NotifySubmitted();
 }
 
 Status Engine::StartTimeline(const std::string& path, bool mark_cycles) {

@@ -55,15 +55,13 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // Submits `**entry`, whose handle and times are unset and whose request matches its views. `id`:
-  // for Start, or 0. Afterwards `*entry` is null or may be used again. Call Ring next.
-  Status Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id);
-  // See TensorTable. Call Ring next.
+  // for Start, or 0. Afterwards `*entry` is null or may be used again. `blocking`: this thread
+  // calls Wait next, so if it may run the loop, no other thread is woken.
+  Status Submit(std::unique_ptr<TensorEntry>* entry, bool blocking, int64_t* handle, uint64_t* id);
+  // See TensorTable.
   size_t Start(const Restart* restarts, const uintptr_t* addresses, size_t count, int64_t* handles);
   bool StartNext(const std::function<bool(const Request&)>& same, const void* input, void* output,
                  std::optional<double> weight, int64_t* handle);
-  // Wakes the loop for submitted requests. `blocking`: this thread calls Wait next, so if it may
-  // run the loop, no other thread needs to be woken.
-  void Ring(bool blocking);
   // Sums the tensor through the one-shot exchange of all ranks (transport/one_shot_exchange.h),
   // without the loop, for a caller that would wait. True: `handle` is complete, with the bits that
   // the loop would have computed. False: nothing has happened and the caller must submit it,
@@ -125,8 +123,8 @@ class Engine {
   template <typename T>
   bool Await(const std::future<T>& future, TimeNs timeout_ns);
   Status RunCommand(Mailbox::Command command, TimeNs timeout_ns);
-  template <typename Done, typename PollFn>
-  HandleState WaitUntil(const Done& done, const PollFn& poll, TimeNs timeout_ns);
+  template <typename WaitFn>
+  HandleState WaitUntil(const WaitFn& wait, TimeNs timeout_ns);
   void ProgressUntil(const std::function<bool()>& done, TimeNs deadline);
 
   Shared shared_;

@@ -63,17 +63,21 @@ bool ResultBuffer::CopyNumbers(const std::vector<int64_t>& numbers) {
 
 void* ResultBuffer::Release() { return std::exchange(data_, nullptr); }
 
-int64_t HandleTable::New() {
-  if (free_.empty()) {
-    free_.push_back(static_cast<int64_t>(slots_.size()));
-    slots_.emplace_back();
+void HandleTable::Create(int64_t* handles, size_t count, bool done) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t i = 0; i < count; ++i) {
+    if (free_.empty()) {
+      free_.push_back(static_cast<int64_t>(slots_.size()));
+      slots_.emplace_back();
+    }
+    const int64_t index = free_.back();
+    free_.pop_back();
+    next_ = next_ % kNumbers + 1;
+    handles[i] = next_ << kIndexBits | index;
+    Slot& slot = slots_[static_cast<size_t>(index)];
+    slot.handle = handles[i];
+    slot.done = done;
   }
-  const int64_t index = free_.back();
-  free_.pop_back();
-  next_ = next_ % kNumbers + 1;
-  const int64_t handle = next_ << kIndexBits | index;
-  slots_[static_cast<size_t>(index)].handle = handle;
-  return handle;
 }
 
 HandleTable::Slot* HandleTable::Find(int64_t handle) {
@@ -87,31 +91,17 @@ void HandleTable::Free(Slot& slot) {
   slot = Slot();
 }
 
-int64_t HandleTable::Create() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return New();
-}
-
-void HandleTable::Create(int64_t* handles, size_t count) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (size_t i = 0; i < count; ++i) handles[i] = New();
-}
-
-int64_t HandleTable::CreateDone() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const int64_t handle = New();
-  Find(handle)->done = true;
-  return handle;
-}
-
-// Returns whether a caller waits for this handle.
-bool HandleTable::Finish(Slot& slot) {
-  const bool awaited = slot.awaited;
+// Returns whether a caller waits for this handle. Takes `outcome` unless nobody wants it.
+bool HandleTable::Finish(int64_t handle, std::unique_ptr<Outcome>&& outcome) {
+  Slot* const slot = Find(handle);
+  if (slot == nullptr) return false;
+  const bool awaited = slot->awaited;
   if (awaited) ++completions_;
-  if (slot.released) {
-    Free(slot);
+  if (slot->released) {
+    Free(*slot);
   } else {
-    slot.done = true;
+    slot->outcome = std::move(outcome);
+    slot->done = true;
   }
   return awaited;
 }
@@ -125,10 +115,7 @@ void HandleTable::Complete(int64_t handle, Status status, std::vector<ResultBuff
   bool wake = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    Slot* const slot = Find(handle);
-    if (slot == nullptr) return;
-    if (!slot->released) slot->outcome = std::move(outcome);
-    wake = Finish(*slot);
+    wake = Finish(handle, std::move(outcome));
   }
   if (wake) completed_.notify_all();
 }
@@ -137,10 +124,7 @@ void HandleTable::Complete(const std::vector<int64_t>& handles) {
   bool wake = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const int64_t handle : handles) {
-      Slot* const slot = Find(handle);
-      if (slot != nullptr) wake = Finish(*slot) || wake;
-    }
+    for (const int64_t handle : handles) wake = Finish(handle, nullptr) || wake;
   }
   if (wake) completed_.notify_all();
 }

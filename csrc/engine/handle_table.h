@@ -52,10 +52,8 @@ class HandleTable {
   // requests in flight; the others are a number.
   static constexpr int kIndexBits = 28;
 
-  int64_t Create();
-  void Create(int64_t* handles, size_t count);
-  // Returns a handle that is already complete, with success and without results.
-  int64_t CreateDone();
+  // `done`: they are complete already, successfully and without results.
+  void Create(int64_t* handles, size_t count, bool done = false);
   // REQUIRES: `handle` is pending. Releases it if its owner already has. `done_event`: when the
   // results are on the device; null: now.
   void Complete(int64_t handle, Status status, std::vector<ResultBuffer> results,
@@ -105,11 +103,10 @@ class HandleTable {
   };
 
   // All of these: REQUIRES mutex_.
-  int64_t New();
   Slot* Find(int64_t handle);
   void Free(Slot& slot);
   ResultBuffer* Result(int64_t handle, size_t index);  // null if there is none
-  bool Finish(Slot& slot);
+  bool Finish(int64_t handle, std::unique_ptr<Outcome>&& outcome);
 
   std::mutex mutex_;
   std::condition_variable completed_;

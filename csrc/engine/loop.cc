@@ -234,7 +234,7 @@ bool Loop::ServeCommand() {
 }
 
 void Loop::RunPeriodicChecks(TimeNs now) {
-  timeline_.Ship(now);
+  if (shared_.trace.enabled()) timeline_.Ship(now);
   if (now < next_checks_ns_) return;
   next_checks_ns_ = After(now, shared_.config.checks_ns);
   // The error of a failed peer says more than the end of the launcher that it caused.
@@ -253,7 +253,8 @@ void Loop::ExitIfOrphaned() {
 }
 
 TimeNs Loop::NextDeadline() const {
-  TimeNs next = std::min(next_checks_ns_, timeline_.NextDeadline());
+  TimeNs next = next_checks_ns_;
+  if (shared_.trace.enabled()) next = std::min(next, timeline_.NextDeadline());
   if (coordinator_) next = std::min(next, coordinator_->NextDeadline());
   if (host_reports_) next = std::min(next, host_reports_->NextDeadline());
   if (asked_) next = std::min(next, asked_->deadline);

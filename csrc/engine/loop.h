@@ -76,7 +76,7 @@ class Loop {
   void Apply(const Agreement& agreement);
   void SetCycleTime(TimeNs cycle_time_ns);
   void Run(std::vector<Work>* work);
-  TensorEntry* TakeInFlight(uint64_t id);
+  void ClearReported(uint64_t id);
   std::optional<Work> Agreed(const Decision& decision, uint64_t id);
   TensorEntry* StandIn(const Request& request);
   Status ToDevice(size_t bytes, ResultBuffer* memory);

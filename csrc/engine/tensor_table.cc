@@ -68,7 +68,8 @@ Status TensorTable::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle,
     record.entry = std::move(*entry);
     *id = 0;
   }
-  record.entry->handle = *handle = handles_->Create();
+  handles_->Create(handle, 1);
+  record.entry->handle = *handle;
   Activate(record.entry.get());
   return Status::Ok();
 }
@@ -104,7 +105,8 @@ bool TensorTable::StartNext(const std::function<bool(const Request&)>& same, con
   entry->views[0].input = input;
   entry->views[0].output = output;
   entry->request.weight = weight;
-  entry->handle = *handle = handles_->Create();
+  handles_->Create(handle, 1);
+  entry->handle = *handle;
   Activate(entry);
   return true;
 }

@@ -60,9 +60,7 @@ void Timeline::Ship(TimeNs now) {
   ShipAll(/*last=*/false);
 }
 
-TimeNs Timeline::NextDeadline() const {
-  return sink_.enabled() && !sink_.empty() ? next_ship_ns_ : kForever;
-}
+TimeNs Timeline::NextDeadline() const { return sink_.empty() ? kForever : next_ship_ns_; }
 
 void Timeline::CloseNow() {
   if (!writer_.is_open()) return;

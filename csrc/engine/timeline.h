@@ -28,7 +28,7 @@ class Timeline {
   void Switch(bool on, bool mark_cycles);
   // Rank 0: events of `rank`.
   void Receive(int rank, const std::vector<TraceEvent>& events, bool last);
-  // Ships if it is time.
+  // While the timeline is on: ships if it is time.
   void Ship(TimeNs now);
   // When Ship must be called next; kForever if there is nothing to ship.
   TimeNs NextDeadline() const;

@@ -12,45 +12,41 @@ namespace hororing {
 namespace {
 
 // How long a caller sleeps before it checks the loop.
-TimeNs NextCheck(TimeNs deadline) {
-  constexpr TimeNs kCheckInterval = 500 * kMillisecond;
-  return std::clamp<TimeNs>(deadline - NowNs(), 0, kCheckInterval);
-}
+constexpr TimeNs kCheckInterval = 500 * kMillisecond;
 
 }  // namespace
 
-// Blocks the caller until done(). `poll` returns the state after sleeping at most the given time.
-template <typename Done, typename PollFn>
-HandleState Engine::WaitUntil(const Done& done, const PollFn& poll, TimeNs timeout_ns) {
+// Blocks the caller until `wait` returns another state than kPending, after sleeping at most for
+// the given time.
+template <typename WaitFn>
+HandleState Engine::WaitUntil(const WaitFn& wait, TimeNs timeout_ns) {
+  HandleState state = HandleState::kPending;
+  const auto settled = [&](TimeNs most) {
+    if (state == HandleState::kPending) state = wait(most);
+    return state != HandleState::kPending;
+  };
+  if (settled(0)) return state;
   ++shared_.mailbox.waiting;
   const TimeNs deadline = After(NowNs(), timeout_ns);
-  ProgressUntil(std::ref(done), deadline);
-  HandleState seen = poll(NextCheck(deadline));
-  while (seen == HandleState::kPending) {
+  ProgressUntil([&] { return settled(0); }, deadline);
+  while (!settled(std::min(deadline - NowNs(), kCheckInterval))) {
     CheckLoop();
     if (NowNs() >= deadline) break;
-    seen = poll(NextCheck(deadline));
   }
   --shared_.mailbox.waiting;
-  return seen;
+  return state;
 }
 
 HandleState Engine::Wait(int64_t handle, TimeNs timeout_ns, Status* status) {
   HandleTable& handles = *shared_.handles;
-  return WaitUntil([&] { return handles.Poll(handle) != HandleState::kPending; },
-                   [&](TimeNs most) { return handles.Wait(handle, most, status); }, timeout_ns);
+  return WaitUntil([&](TimeNs most) { return handles.Wait(handle, most, status); }, timeout_ns);
 }
 
 HandleState Engine::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
                              std::vector<std::shared_ptr<const DeviceEvent>>* done_events) {
   HandleTable& table = *shared_.handles;
-  size_t left = count;
-  const auto done = [&] {
-    while (left > 0 && table.Poll(handles[left - 1]) != HandleState::kPending) --left;
-    return left == 0;
-  };
   return WaitUntil(
-      done, [&](TimeNs most) { return table.WaitMany(handles, count, most, all_ok, done_events); },
+      [&](TimeNs most) { return table.WaitMany(handles, count, most, all_ok, done_events); },
       timeout_ns);
 }
 
@@ -74,7 +70,8 @@ template <typename T>
 bool Engine::Await(const std::future<T>& future, TimeNs timeout_ns) {
   const TimeNs deadline = After(NowNs(), timeout_ns);
   for (;;) {
-    const std::chrono::nanoseconds most(abandoned() ? 0 : NextCheck(deadline));
+    const std::chrono::nanoseconds most(abandoned() ? 0
+                                                    : std::min(deadline - NowNs(), kCheckInterval));
     if (future.wait_for(most) == std::future_status::ready) return true;
     if (abandoned() || NowNs() >= deadline) return false;
     CheckLoop();
@@ -100,7 +97,6 @@ Status Engine::RunCommand(Mailbox::Command command, TimeNs timeout_ns) {
 
 // Runs the loop, unless another thread does or callers may not run it.
 void Engine::ProgressUntil(const std::function<bool()>& done, TimeNs deadline) {
-  if (done()) return;
   Mailbox& mailbox = shared_.mailbox;
   // A device may be in use since Submit, which then has not woken the loop.
   if (!shared_.CallersMayProgress())

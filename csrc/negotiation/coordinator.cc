@@ -128,7 +128,7 @@ Coordinator::TensorState& Coordinator::StateOf(const Request& request) {
 // Returns the pending request of a tensor, to which the caller is about to add a report.
 Coordinator::Pending& Coordinator::PendingFor(const Request& request, TensorState& tensor,
                                               TimeNs now) {
-  if (waiting_ == 0) stall_check_ns_ = After(now, stall_inspector_.interval_ns());
+  if (waiting_ == 0) stall_check_ns_ = After(now, stall_inspector_.interval_ns);
   Pending& pending = tensor.pending;
   if (!pending.waits) {
     pending.waits = true;
@@ -269,7 +269,7 @@ TimeNs Coordinator::NextDeadline() const {
 
 StallInspector::Finding Coordinator::InspectStalls(TimeNs now) {
   if (stopped_ || waiting_ == 0 || now < stall_check_ns_) return {};
-  stall_check_ns_ = After(now, stall_inspector_.interval_ns());
+  stall_check_ns_ = After(now, stall_inspector_.interval_ns);
   std::vector<char> stuck = joined_;
   for (size_t rank = 0; queue_.empty() && rank < stuck.size(); ++rank) {
     if (blocked_[rank].Elapsed(now) >= options_.stall.deadlock_ns) stuck[rank] = 1;

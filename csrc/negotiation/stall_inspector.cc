@@ -59,6 +59,12 @@ std::vector<const Waiting*> Deadlocked(const std::vector<Waiting>& waiting,
 
 }  // namespace
 
+StallInspector::StallInspector(const Options& options)
+    : interval_ns(std::clamp<TimeNs>(
+          std::min({options.warning_ns, options.shutdown_ns, options.deadlock_ns}) / 4,
+          10 * kMillisecond, kSecond / 2)),
+      options_(options) {}
+
 StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& waiting,
                                                 std::vector<char> stuck, TimeNs now) {
   Finding finding;
@@ -137,11 +143,6 @@ std::string StallInspector::StatusText(const std::map<int, std::string>& expecte
   }
   if (left > 0) text += "\n" + std::to_string(left) + " more ranks are missing";
   return text;
-}
-
-TimeNs StallInspector::interval_ns() const {
-  const TimeNs first = std::min({options_.warning_ns, options_.shutdown_ns, options_.deadlock_ns});
-  return std::clamp<TimeNs>(first / 4, 10 * kMillisecond, kSecond / 2);
 }
 
 }  // namespace hororing

@@ -48,7 +48,7 @@ class StallInspector {
     TimeNs shutdown_ns = kForever;
     TimeNs deadlock_ns = kForever;  // for Blocked::Elapsed
   };
-  explicit StallInspector(const Options& options) : options_(options) {}
+  explicit StallInspector(const Options& options);
 
   struct Finding {
     std::string warning;            // empty: nothing new
@@ -57,7 +57,7 @@ class StallInspector {
     // With a warning: the next request that is expected from each missing rank.
     std::map<int, std::string> expected;
   };
-  // Call every interval_ns() while anything waits. Warns about each request after the warning time,
+  // Call every `interval_ns` while anything waits. Warns about each request after the warning time,
   // then at doubling intervals, so that a long validation phase does not flood the log. `stuck`,
   // per rank: it has joined, or its callers have been blocked for the deadlock time. If only such
   // ranks wait for one another, that is a deadlock, which fails the job, too.
@@ -71,7 +71,7 @@ class StallInspector {
                                 const std::map<int, std::string>& said,
                                 const std::function<std::string(int)>& host_of);
 
-  TimeNs interval_ns() const;
+  const TimeNs interval_ns;
 
  private:
   // A title occurs in every step; `since_ns` tells its requests apart.

@@ -100,16 +100,9 @@ int Plain::Describe(PyObject* tensor, hr_tensor* view, Shapes* shapes) const {
   }
   if (!known) return 0;
   view->device = 0;
-  if (exchange_ == nullptr) {
-    return PyUnicode_Check(describe_.get()) ? DescribeArray(tensor, view, shapes)
-                                            : Ask(tensor, view, shapes);
-  }
-  int plain = DescribeDlpack(tensor, view);
-  if (plain == 1) {
-    const int refused = Refused(tensor);
-    plain = refused < 0 ? -1 : 1 - refused;
-  }
-  return plain;
+  if (exchange_ != nullptr) return DescribeDlpack(tensor, view);
+  return PyUnicode_Check(describe_.get()) ? DescribeArray(tensor, view, shapes)
+                                          : Ask(tensor, view, shapes);
 }
 
 int Plain::DescribeAll(PyObject* tensors, std::vector<hr_tensor>* views, Shapes* shapes) const {
@@ -122,17 +115,6 @@ int Plain::DescribeAll(PyObject* tensors, std::vector<hr_tensor>* views, Shapes*
   return plain;
 }
 
-int Plain::Refused(PyObject* tensor) const {
-  for (const Reference& refusal : refusals_) {
-    PyObject* const answer = PyObject_CallFunctionObjArgs(refusal.get(), tensor, nullptr);
-    if (answer == nullptr) return -1;
-    const bool refused = answer != Py_False;
-    Py_DECREF(answer);
-    if (refused) return 1;
-  }
-  return 0;
-}
-
 int Plain::DescribeDlpack(PyObject* tensor, hr_tensor* view) const {
   dlpack::Tensor seen;
   if (exchange_->look(tensor, &seen) != 0) {  // a sparse one, say
@@ -142,6 +124,11 @@ int Plain::DescribeDlpack(PyObject* tensor, hr_tensor* view) const {
   if (seen.device != dlpack::kCpu || seen.lanes != 1 || !IsInOrder(seen) ||
       !DataTypeOf(seen.kind, seen.bits, &view->dtype)) {
     return 0;
+  }
+  for (const Reference& refusal : refusals_) {
+    PyObject* const answer = PyObject_CallFunctionObjArgs(refusal.get(), tensor, nullptr);
+    Py_XDECREF(answer);  // True, False or null
+    if (answer != Py_False) return answer == nullptr ? -1 : 0;
   }
   view->input = view->output = reinterpret_cast<uintptr_t>(seen.data) + seen.byte_offset;
   view->ndim = seen.ndim;

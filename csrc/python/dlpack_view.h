@@ -56,7 +56,6 @@ class Plain {
   int DescribeAll(PyObject* tensors, std::vector<hr_tensor>* views, Shapes* shapes) const;
 
  private:
-  int Refused(PyObject* tensor) const;
   int DescribeDlpack(PyObject* tensor, hr_tensor* view) const;
   int DescribeArray(PyObject* array, hr_tensor* view, Shapes* shapes) const;
   int Ask(PyObject* tensor, hr_tensor* view, Shapes* shapes) const;

@@ -3,6 +3,7 @@
 #include <pythread.h>
 #include <structmember.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
@@ -96,15 +97,6 @@ struct Batch {
   std::vector<uintptr_t> addresses;
 };
 
-// Whether the tensor is as prepared, and in memory that the core can use.
-bool IsAsPrepared(const hr_tensor& prepared, const hr_tensor& grad) {
-  if (prepared.dtype != grad.dtype || prepared.ndim != grad.ndim) return false;
-  for (int32_t i = 0; i < grad.ndim; ++i) {
-    if (prepared.shape[i] != grad.shape[i]) return false;
-  }
-  return true;
-}
-
 // Adds a queued gradient to the batch, or calls the method that sends it alone. 0, or -1.
 int Take(const Plain& plain, PyObject* object, PyObject* failures, Batch* batch) {
   auto* const gradient = reinterpret_cast<Gradient*>(object);
@@ -123,7 +115,10 @@ int Take(const Plain& plain, PyObject* object, PyObject* failures, Batch* batch)
     Plain::Shapes shapes;
     const int is_plain = plain.Describe(grad, &seen, &shapes);
     if (is_plain < 0) return -1;
-    if (is_plain == 1 && IsAsPrepared(request->tensors[0], seen)) {
+    const hr_tensor& prepared = request->tensors[0];
+    if (is_plain == 1 && seen.dtype == prepared.dtype &&
+        std::equal(seen.shape, seen.shape + seen.ndim, prepared.shape,
+                   prepared.shape + prepared.ndim)) {
       batch->gradients.emplace_back(object);
       batch->tensors.emplace_back(grad);
       batch->requests.push_back(request);
@@ -156,19 +151,21 @@ int Started(const Batch& batch, size_t begin, const std::vector<int64_t>& handle
   return 0;
 }
 
-const char* const kSendText =
-    "send_gradients(plain, gradients, in_flight, failures)\n\n"
+}  // namespace
+
+const char* const kSendGradientsText =
+    "send_gradients(gradients, in_flight, failures)\n\n"
     "Submit queued `gradients`, in one call where they are plain; handles go to `in_flight`.";
 
-PyObject* SendGradients(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  const Plain* const plain = count == 4 ? AsPlain(arguments[0]) : nullptr;
-  if (plain == nullptr || !PyList_Check(arguments[1]) || !PyList_Check(arguments[2]) ||
-      !PyList_Check(arguments[3])) {
-    PyErr_SetString(PyExc_TypeError, "send_gradients takes PlainTensors and three lists");
+PyObject* SendGradients(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 3 || !PyList_Check(arguments[0]) || !PyList_Check(arguments[1]) ||
+      !PyList_Check(arguments[2])) {
+    PyErr_SetString(PyExc_TypeError, "send_gradients takes three lists");
     return nullptr;
   }
-  PyObject *const gradients = arguments[1], *const in_flight = arguments[2],
-                  *const failures = arguments[3];
+  const Plain& plain = *reinterpret_cast<PlainTensors*>(self)->plain;
+  PyObject *const gradients = arguments[0], *const in_flight = arguments[1],
+                  *const failures = arguments[2];
   Batch batch;
   for (Py_ssize_t i = 0; i < PyList_Size(gradients); ++i) {
     const Reference gradient(PyList_GetItem(gradients, i));
@@ -176,7 +173,7 @@ PyObject* SendGradients(PyObject*, PyObject* const* arguments, Py_ssize_t count)
       PyErr_SetString(PyExc_TypeError, "gradients are Gradients");
       return nullptr;
     }
-    if (Take(*plain, gradient.get(), failures, &batch) != 0) return nullptr;
+    if (Take(plain, gradient.get(), failures, &batch) != 0) return nullptr;
   }
   size_t begin = 0;
   while (begin < batch.gradients.size()) {
@@ -200,6 +197,8 @@ PyObject* SendGradients(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   }
   Py_RETURN_NONE;
 }
+
+namespace {
 
 // Whether the reduced tensor is the parameter's gradient; if so, the next step may begin. -1: an
 // exception is set.
@@ -320,7 +319,6 @@ int AddGradients(PyObject* module) {
       {nullptr, nullptr, 0, nullptr},
   };
   static PyMethodDef functions[] = {
-      {"send_gradients", AsMethod(Catching<SendGradients>::Call), METH_FASTCALL, kSendText},
       {"finish_gradients", AsMethod(FinishGradients), METH_FASTCALL, kFinishText},
       {nullptr, nullptr, 0, nullptr},
   };

@@ -6,8 +6,12 @@
 
 namespace hororing {
 
-// Adds the types Queue and Gradient and the functions send_gradients and finish_gradients to the
-// module. Returns -1 with an exception set if that fails.
+// Adds the types Queue and Gradient and the function finish_gradients to the module. Returns -1
+// with an exception set if that fails.
 int AddGradients(PyObject* module);
+
+// PlainTensors.send_gradients.
+extern const char* const kSendGradientsText;
+PyObject* SendGradients(PyObject* self, PyObject* const* arguments, Py_ssize_t count);
 
 }  // namespace hororing

@@ -15,13 +15,6 @@
 namespace hororing {
 namespace {
 
-struct PlainTensors {
-  PyObject_HEAD Plain* plain;
-  Table* table;
-};
-
-PyTypeObject* plain_tensors_type;  // of the process, as its engine is
-
 int Arguments(Py_ssize_t given, Py_ssize_t wanted) {
   if (given == wanted) return 0;
   PyErr_Format(PyExc_TypeError, "takes %zd arguments, not %zd", wanted, given);
@@ -130,6 +123,8 @@ int Execute(PyObject* module) {
       {"grouped_allreduce", AsMethod(Catching<GroupedAllreduce>::Call), METH_FASTCALL,
        kGroupedText},
       {"finish", FinishHandle, METH_O, kFinishText},
+      {"send_gradients", AsMethod(Catching<SendGradients>::Call), METH_FASTCALL,
+       kSendGradientsText},
       {nullptr, nullptr, 0, nullptr},
   };
   static PyType_Slot slots[] = {
@@ -142,18 +137,11 @@ int Execute(PyObject* module) {
                              Py_TPFLAGS_DEFAULT, slots};
   PyObject* const type = PyType_FromSpec(&spec);
   if (type == nullptr) return -1;
-  Py_INCREF(type);  // one is the module's
-  plain_tensors_type = reinterpret_cast<PyTypeObject*>(type);
   if (PyModule_AddObject(module, "PlainTensors", type) != 0) return -1;
   return AddGradients(module);
 }
 
 }  // namespace
-
-const Plain* AsPlain(PyObject* object) {
-  const bool is_one = Py_TYPE(object) == plain_tensors_type;
-  return is_one ? reinterpret_cast<PlainTensors*>(object)->plain : nullptr;
-}
 
 }  // namespace hororing
 

@@ -6,11 +6,14 @@
 #include <exception>
 
 #include "python/dlpack_view.h"
+#include "python/requests.h"
 
 namespace hororing {
 
-// The C++ object of a PlainTensors object; null for other objects.
-const Plain* AsPlain(PyObject* object);
+struct PlainTensors {
+  PyObject_HEAD Plain* plain;
+  Table* table;
+};
 
 // Python calls this instead of `function`, because C++ must not throw into Python. It usually
 // catches std::bad_alloc.

@@ -398,7 +398,7 @@ def describe_in_flight(names: list[str]) -> str:
 
 
 def send_together(queued: list[Gradient], pending: list[int], failures: list[Exception]) -> None:
-    """Do as `hororing._tensors.send_gradients`, also for gradients on a device."""
+    """Do as `PlainTensors.send_gradients`, also for gradients on a device."""
     plain: list[tuple[Gradient, torch.Tensor]] = []
     for gradient in queued:
         grad = gradient.take()

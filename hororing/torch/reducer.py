@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from hororing import arguments, collectives, job, timeline
-from hororing._tensors import finish_gradients, send_gradients
+from hororing._tensors import finish_gradients
 from hororing.arguments import Average
 from hororing.prepared import finish_many
 from hororing.process_sets import check_member
@@ -294,7 +294,7 @@ class Reducer(Passes):
         elif self._on_device:
             send_together(queued, self.pending, failures)
         else:
-            send_gradients(adapter.plain_gradients, queued, self.pending, failures)
+            adapter.plain_gradients.send_gradients(queued, self.pending, failures)
         if failures:
             raise failures[0]
 

@@ -44,9 +44,7 @@ struct Player {
   // As the C interface does.
   Status Submit(std::unique_ptr<TensorEntry> entry, bool blocking, int64_t* handle) {
     uint64_t id = 0;
-    const Status status = engine->Submit(&entry, handle, &id);
-    if (status.ok()) engine->Ring(blocking);
-    return status;
+    return engine->Submit(&entry, blocking, handle, &id);
   }
   Status Submit(const std::string& name, std::vector<float>& data, ReduceOp op, int64_t* handle,
                 bool blocking = false, int32_t process_set = kWorldSet) {

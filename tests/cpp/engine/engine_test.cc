@@ -291,9 +291,15 @@ TEST(a_rank_that_gives_up_starting_is_heard_of_by_those_who_have_started) {
   stuck.join();
 }
 
+int64_t Create(HandleTable& table) {
+  int64_t handle = 0;
+  table.Create(&handle, 1);
+  return handle;
+}
+
 TEST(a_waiter_for_a_handle_that_is_released_is_told) {
   HandleTable table;
-  const int64_t handle = table.Create();
+  const int64_t handle = Create(table);
   std::atomic<bool> waits{false};
   std::thread waiter([&] {
     Status status;
@@ -311,7 +317,7 @@ TEST(a_waiter_for_a_handle_that_is_released_is_told) {
 
 TEST(one_thread_hears_of_whichever_handle_is_complete) {
   HandleTable table;
-  const int64_t slow = table.Create(), quick = table.Create(), nobodys = table.Create();
+  const int64_t slow = Create(table), quick = Create(table), nobodys = Create(table);
   const int64_t none = table.NextCompletion(-1, kTestTimeout);
   CHECK(table.Poll(slow) == HandleState::kPending);
   CHECK(table.Poll(quick) == HandleState::kPending);
@@ -334,8 +340,8 @@ TEST(a_handle_that_is_done_is_released_at_once_and_only_then) {
     const HandleState state = table.WaitMany(&handle, 1, 0, &ok);
     return state == HandleState::kDone && ok;
   };
-  const int64_t pending = table.Create(), failed = table.Create();
-  const int64_t done = table.Create(), left = table.Create();
+  const int64_t pending = Create(table), failed = Create(table);
+  const int64_t done = Create(table), left = Create(table);
   table.Complete(failed, Status(Code::kMismatch, "they differ"), {});
   CHECK(table.Release(left));
   table.Complete({done, left});
@@ -345,7 +351,7 @@ TEST(a_handle_that_is_done_is_released_at_once_and_only_then) {
   CHECK(table.Poll(done) == HandleState::kUnknown);
   // What has its place now is pending.
   const int64_t mask = (int64_t{1} << HandleTable::kIndexBits) - 1;
-  const int64_t next = table.Create();
+  const int64_t next = Create(table);
   CHECK(next != done);
   CHECK_EQ(next & mask, done & mask);
   CHECK(table.Poll(next) == HandleState::kPending);

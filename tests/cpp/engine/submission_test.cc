@@ -62,7 +62,7 @@ TEST(persistent_requests_start_by_their_ids_up_to_one_that_must_be_submitted) {
       };
       const auto submit = [&](size_t i, ReduceOp op = ReduceOp::kSum) {
         auto entry = Player::Entry(names[i], data[i], op);
-        CHECK_OK(player.engine->Submit(&entry, &handles[i], &ids[i]));
+        CHECK_OK(player.engine->Submit(&entry, false, &handles[i], &ids[i]));
       };
       const auto start = [&] {
         std::array<Restart, kCount> restarts;
@@ -70,7 +70,6 @@ TEST(persistent_requests_start_by_their_ids_up_to_one_that_must_be_submitted) {
         return player.engine->Start(restarts.data(), addresses.data(), kCount, handles.data());
       };
       const auto wait = [&] {
-        player.engine->Ring(false);
         bool all_ok = false;
         const HandleState state =
             player.engine->WaitMany(handles.data(), kCount, kTestTimeout, &all_ok);
