@@ -1,6 +1,6 @@
-"""`hororing.adapter.Adapter` for `torch.Tensor`: everything that is known about torch's tensors.
+"""`hororing.adapter.Adapter` for `torch.Tensor`: all knowledge about torch's tensors.
 
-Nothing is compiled against torch, and its private functions have public ones in reserve.
+Nothing is compiled against torch, and each private function of torch has a public fallback.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _PLAIN_TYPES: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 def _writes_counter() -> Callable[[Sequence[torch.Tensor]], None]:
-    """Return what counts a write to each of some tensors, none for those of inference_mode.
+    """Return a function that counts a write to each of some tensors, except inference tensors.
 
-    Those have no version: old releases of torch refuse them, and to count several in one call.
+    These have no version. Old releases of torch refuse them, and also several tensors in one call.
     """
     with torch.inference_mode():
         tensors = [torch.empty(0)]
-    # The public function looks at what it is given, which takes as long as counting.
+    # The public function checks its argument, which takes as long as counting.
     count: Callable[..., None] = getattr(torch._C, "_increment_version", increment_version)
     try:
         count(tensors)
-    except Exception:  # which one depends on the release
+    except Exception:  # of a type that depends on the release
         return _count_one_by_one
     return count
 
@@ -107,7 +107,7 @@ class TorchAdapter:
         return tensor
 
     def check_writable(self, tensor: torch.Tensor, verb: str) -> None:
-        """Refuse tensors of which several elements share memory."""
+        """Refuse tensors whose elements share memory."""
         if tensor.numel() > 0 and any(
             stride == 0 and extent > 1
             for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)
@@ -124,7 +124,7 @@ class TorchAdapter:
         return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
     def plain(self, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...]] | None:
-        """Describe what none of the checks above would refuse or copy."""
+        """Describe a tensor that none of the checks above would refuse or copy."""
         if (
             type(tensor) in _PLAIN_TYPES
             and tensor.is_cpu
@@ -157,7 +157,7 @@ class TorchAdapter:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
     def record(self, owners: object) -> None:
-        """Tell torch's allocator."""
+        """Inform torch's allocator."""
         if isinstance(owners, torch.Tensor):
             if owners.is_cuda:
                 owners.record_stream(torch.cuda.current_stream(owners.device))
@@ -170,7 +170,7 @@ class TorchAdapter:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def describe(self, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
-        """Address, data type, shape."""
+        """Return address, data type and shape."""
         number = DTYPES.get(tensor.dtype)
         if number is None:
             return tensor.data_ptr(), DTYPES[_PARTS[tensor.dtype]], (*tensor.shape, 2)

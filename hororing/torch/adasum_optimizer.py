@@ -1,10 +1,10 @@
-"""The optimizer of op=Adasum: each rank steps by itself, and what is combined are the changes.
+"""The optimizer of op=Adasum: each rank takes its own step, and the changes are combined.
 
     old = parameters;  local step;  delta = parameters - old;  parameters = old + Adasum(deltas)
 
 All of it happens in `step()`. Horovod steps each parameter in its backward hook instead, which
-hides the reduction behind backward, but then gradients can be neither clipped nor unscaled, and
-what an optimizer counts or computes over all its parameters goes wrong.
+hides the reduction behind backward. But then gradients can be neither clipped nor unscaled, and
+optimizers that count steps or compute norms over all parameters go wrong.
 
 Source: S. Maleki et al., "Scaling distributed training with adaptive summation", 2020,
 arXiv:2006.02924.
@@ -25,7 +25,7 @@ from hororing.torch.reducer import Reducer, collect
 
 
 class _Delta(Gradient):
-    """The change of one parameter. The hook only counts passes, of this parameter."""
+    """The change of one parameter. Its hook only counts backward passes."""
 
     __slots__ = ("live",)
 
@@ -36,7 +36,7 @@ class _Delta(Gradient):
         self.live = False
 
     def on_gradient(self, param: torch.Tensor) -> None:
-        """Take note of a backward pass."""
+        """Note a backward pass."""
         passes = self.reducer.passes
         if self.seen >= passes:
             raise unexpected_pass(self.name, passes, "belong to a step that was not taken")
@@ -44,7 +44,7 @@ class _Delta(Gradient):
         self.state = SENT if self.seen == passes else ASK
 
     def reset(self) -> None:
-        """Be ready for the next step."""
+        """Prepare for the next step."""
         super().reset()
         self.seen = 0
 
@@ -56,14 +56,14 @@ class _DeltaReducer(Reducer):
     gradient_type = _Delta
 
     def arrange(self) -> None:
-        """Count the passes of all parameters: changes are this optimizer's own."""
+        """Count the passes of all parameters: other optimizers do not share changes."""
         self._followed = []
         for param, gradient in self._gradients.values():
             if gradient.hook is None and param.requires_grad:
                 self._hook(param, gradient)
 
     def copies(self) -> _Before:
-        """Return the parameters as they are, each with what will be its change."""
+        """Return copies of the parameters, each with the object for its change."""
         self.tracing = timeline.enabled()
         before: _Before = deque()
         for param, delta in self.follow():
@@ -75,10 +75,10 @@ class _DeltaReducer(Reducer):
 
     @torch.no_grad()
     def reduce(self, before: _Before) -> None:
-        """Combine what has changed since `copies`. After an error parameters are as then."""
+        """Combine the changes since `copies`. After an error, parameters are as they were then."""
         changed: list[tuple[torch.Tensor, _Delta]] = []
         failures: list[Exception] = []
-        while before:  # the copies go one by one
+        while before:  # frees the copies one by one
             param, delta, old = before.popleft()
             change = param - old
             param.copy_(old)
@@ -113,7 +113,7 @@ class DeltaDistributed(Distributed):
         """
         reducer = self._reducer
         assert isinstance(reducer, _DeltaReducer)
-        self._opt_called = True  # learning rate schedulers look at it
+        self._opt_called = True  # learning rate schedulers check it
 
         def counted() -> Any:
             self._start_over()
@@ -121,7 +121,7 @@ class DeltaDistributed(Distributed):
             return closure()
 
         before = reducer.copies()
-        # Without the hooks that torch has put around it: they are around this one.
+        # Without torch's hooks, which run around this method.
         local: Any = super(Distributed, type(self)).step
         local = local.__wrapped__ if getattr(local, "hooked", False) else local
         result = local(self, *([] if closure is None else [counted]), **kwargs)
@@ -132,7 +132,7 @@ class DeltaDistributed(Distributed):
         return result
 
     def synchronize(self) -> None:
-        """Do nothing: gradients stay those of this rank, and `step()` waits for all there is."""
+        """Do nothing: gradients stay those of this rank, and `step()` waits for the changes."""
 
     def _reduce(self) -> None:
         """Do nothing: `step()` reduces the changes."""

@@ -1,18 +1,18 @@
-"""DistributedOptimizer(groups="auto"): groups that follow from the first steps.
+"""DistributedOptimizer(groups="auto"): finds groups by measuring the first steps.
 
 After SKIPPED steps each rank notes, in the next MEASURED ones, when its hooks fire. Then all ranks
-time messages of two sizes and find out when each gradient is ready on all of them. The first rank
+time messages of two sizes and compute when each gradient is ready on all of them. The first rank
 plans buckets (hororing/bucket_planning.py) and broadcasts them.
 
-All ranks must do so after the same step, and ranks that have joined count fewer steps. So until
-groups are found, each step ends with a vote, an allreduce of one number: 1 from a rank that has
-measured enough, 0 from any other. Joined ranks contribute zeros. All voters see the same sum. If it
-is the number of ranks, all of them have just voted, no rank has joined, and nothing else is in
-flight.
+All ranks must do so after the same step, and ranks that have joined count fewer steps. Therefore,
+until groups are found, each step ends with a vote, an allreduce of one number: 1 from a rank that
+has measured enough, 0 from any other. Joined ranks contribute zeros. All voters get the same sum.
+If it is the number of ranks, all of them have just voted, no rank has joined, and nothing else is
+in flight.
 
-Messages are timed then, and not within the steps, because there gradients share batches, and one
-that waits for a late rank looks expensive. One after the other, with nothing else in flight, their
-times differ only by noise, which makes them longer, so the shortest of REPEATS is right.
+Messages are timed then, not within the steps, where gradients share batches and a message that
+waits for a late rank looks expensive. With nothing else in flight, the times differ only by noise,
+which makes them longer, so the shortest of REPEATS is right.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class AutoReducer(Reducer):
     def __init__(self, *options: Any) -> None:
         self.found: list[list[torch.Tensor]] = []
         self._fired_s: dict[int, float] = {}  # when each hook fired last, by id(parameter)
-        self._steps: deque[dict[int, float]] = deque(maxlen=MEASURED)  # from the first hook on
+        self._steps: deque[dict[int, float]] = deque(maxlen=MEASURED)  # times since the first hook
         self._left = SKIPPED + MEASURED
-        # Of the vote that is under way and what follows: results by name, each with its duration,
-        # or a handle and when it was started. After an interrupt the next call goes on with it.
+        # Of the vote in progress and the requests after it: results by name, each with its
+        # duration, or a handle with its start time. After an interrupt the next call continues.
         self._answers: dict[str, tuple[Any, float]] = {}
         self._has_voted = False  # in this step
         self._timers: list[RemovableHandle] = []
@@ -82,9 +82,9 @@ class AutoReducer(Reducer):
         super().pass_ended()
 
     def synchronize(self) -> None:
-        """Do as any reducer; until groups are found vote on whether to look for them now.
+        """Do as any reducer; until groups are found, also vote on whether to find them now.
 
-        That is in `step()`, not in backward, where ranks need not be at the same optimizer.
+        The vote is in `step()`, because ranks may run backward of different optimizers.
         """
         self._answers.update({} if self._has_voted else {"begun": (None, 0.0)})
         if not super().synchronized:
@@ -101,11 +101,11 @@ class AutoReducer(Reducer):
 
     @property
     def synchronized(self) -> bool:
-        """Whether gradients are reduced, and the vote behind them is over."""
+        """Whether gradients are reduced and the vote after them is over."""
         return super().synchronized and self._has_voted and not self._answers
 
     def restart(self, passes: int | None = None) -> None:
-        """Count backward passes from the beginning; a vote that was interrupted ends before."""
+        """Count backward passes from the beginning, after finishing an interrupted vote."""
         if self._answers and super().synchronized:
             self.synchronize()
         self._has_voted = not self._stop.alive
@@ -130,7 +130,7 @@ class AutoReducer(Reducer):
             if plan[index] >= 0:
                 buckets.setdefault(int(plan[index]), []).append(index)
         for bucket in buckets.values():
-            # When this gradient comes, send it with all that wait: it completes the bucket.
+            # This gradient completes the bucket: its hook sends it with all that wait.
             entries[bucket[-1]][1].weight = BATCH_BYTES
         self.found = [[entries[i][0] for i in bucket] for bucket in buckets.values() if bucket[1:]]
         self.form_groups(self.found)
@@ -140,7 +140,7 @@ class AutoReducer(Reducer):
         self._stop()
 
     def _ready_s(self, param: torch.Tensor, gradient: Gradient) -> float:
-        """When the gradient is ready here; infinite if it cannot be in a group.
+        """The time when the gradient is ready here; infinite if it cannot be in a group.
 
         On a device, a hook fires when the gradient is launched, not when it is computed.
         """
@@ -158,7 +158,7 @@ class AutoReducer(Reducer):
         return min(self._once(f"{name}.{turn}", send)[1] for turn in range(REPEATS))
 
     def _plan(self, entries: list[tuple[torch.Tensor, Gradient]], latest: torch.Tensor) -> int:
-        """Start the broadcast of the number of each gradient's bucket, and the times predicted."""
+        """Start the broadcast of each gradient's bucket number, and of the predicted times."""
         members = self.options.process_set
         plan = torch.zeros(len(latest), dtype=torch.float64, device="cpu")
         if members.rank() == 0:
@@ -185,7 +185,7 @@ class AutoReducer(Reducer):
     def _once(self, what: str, start: Callable[[], int]) -> tuple[torch.Tensor, float]:
         """Return the result of the request that `start` makes, and its duration.
 
-        It is made once, even if an interrupt causes several calls.
+        The request is made once, even if an interrupt causes several calls.
         """
         if what not in self._answers:
             begin_s = clock()
@@ -217,7 +217,7 @@ class AutoGrouped(Distributed):
 
 
 def check_auto_groups(groups: str, op: int) -> None:
-    """Raise ValueError for another word than "auto", and where there is nothing to measure."""
+    """Raise ValueError for words other than "auto", and for settings that exclude it."""
     if groups != "auto":
         raise ValueError(
             f'DistributedOptimizer: groups={groups!r} must be "auto", a number of groups, or lists '
@@ -226,7 +226,7 @@ def check_auto_groups(groups: str, op: int) -> None:
     if membership.is_elastic():
         raise ValueError(
             'DistributedOptimizer: groups="auto" measures the first steps of all ranks together, '
-            "and ranks of an elastic job come later, too; pass a number of groups"
+            "but new ranks of an elastic job join later; pass a number of groups"
         )
     if op == arguments.Adasum:
         raise ValueError(

@@ -1,10 +1,10 @@
 """The gradients of the verbs, which are Horovod's.
 
-* allreduce: reduced with the same operation and factors; for Min, Max and Product that is not
-  the mathematical gradient; of a weighted average the sum, times this rank's share of the weights;
+* allreduce: reduced with the same operation and factors, which for Min, Max and Product is not the
+  mathematical gradient; for a weighted average the sum, times this rank's share of the weights;
 * allgather: the average of the whole gradient, of which each rank takes its own rows;
 * broadcast: the average of the gradient on the root, zero elsewhere;
-* alltoall: every row back to where it came from, zero for rows that were not sent;
+* alltoall: every row goes back to its sender, zero for rows that were not sent;
 * reducescatter: all rows of the gradient, times the number of ranks for Sum, times the factors.
 
 The requests of a backward pass are named after those of the forward pass, so ranks may run
@@ -36,7 +36,7 @@ class Request(NamedTuple):
     weight: float | None = None
 
     def backward(self) -> Request:
-        """Ask the same of the gradients."""
+        """Return the same request for the gradients."""
         return self._replace(name=f"{self.name}.grad")
 
 

@@ -3,9 +3,9 @@
     count = sum n_r,  mean = sum n_r mean_r / count,  M2 = sum (M2_r + n_r (mean_r - mean)^2)
 
 (Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances,
-1979.) Unlike sum and sum of squares, which one allreduce could add up, nothing here is a small
-difference of large numbers, whatever the mean is, and unequal or empty batches are nothing special.
-Means and M2 are float64, so that merging rounds nothing away.
+1979.) Unlike sum and sum of squares, which one allreduce could add up, this never subtracts large
+numbers, whatever the mean, and unequal or empty batches need no special case. Means and M2 are
+float64, so that merging is exact enough.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def local_statistics(
 ) -> tuple[int | torch.Tensor, torch.Tensor, torch.Tensor]:
     """Count, mean and M2 of one batch. All are 0 for an empty one.
 
-    `axes` are all but that of channels. With a `mask` of the shape of `values`, what is false does
-    not count, and counts are float64 per channel.
+    `axes` are all but that of channels. With a `mask` of the shape of `values`, elements where it
+    is false do not count, and counts are float64 per channel.
     """
     sums = masked(values, mask).sum(axes, keepdim=True)
     count: int | torch.Tensor
@@ -34,7 +34,7 @@ def local_statistics(
         mean = sums / divisor.to(values.dtype)
         count = count.flatten()
     deviations = masked(values - mean, mask)
-    # The mean was rounded. What the deviations sum up to corrects both (the corrected two-pass
+    # The mean was rounded. The sum of the deviations corrects both (the corrected two-pass
     # algorithm of the same authors).
     rest = deviations.sum(axes, keepdim=True).double()
     m2 = deviations.square_().sum(axes, keepdim=True).double() - rest.square() / divisor

@@ -6,7 +6,7 @@ A sub-class may override, besides the methods of torch's optimizers:
     _check_nothing_in_flight raises if gradients are still being reduced
     _reduce_for_scaler       is called before GradScaler looks at gradients
     _agree_on_infinities     takes the flags that GradScaler has found
-    _join_generation         is called when training begins or goes on in an elastic job
+    _join_generation         is called when training begins or continues in an elastic job
     _before_state_is_read, _after_state_is_replaced
                              are called when state is saved or sent, loaded or received
 

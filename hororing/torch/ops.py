@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _published(function: F) -> F:
-    """Return `function` as a global of this module, as which it is pickled."""
+    """Return `function` as a global of this module, so that it is pickled by that name."""
     published = uncompiled(function)
     published.__module__, published.__qualname__ = __name__, function.__name__
     return published
@@ -97,9 +97,9 @@ def _compressed(
 
 
 def _differentiable(verb: F, record: Callable[..., Any]) -> F:
-    """Return `verb`, of `verbs`, whose calls autograd records where a tensor needs a gradient.
+    """Return `verb`, of `verbs`, so that autograd records calls with tensors that need gradients.
 
-    Then `record(request, given, *tensors)` returns the results; `given` are all arguments by name.
+    `record(request, given, *tensors)` returns their results; `given` are all arguments by name.
     """
     signature = inspect.signature(verb)
     first = next(iter(signature.parameters))
@@ -194,7 +194,7 @@ def start_sparse_allreduce(
     process_set: ProcessSet = global_process_set,
     weight: float | None = None,
 ) -> tuple[int, Callable[[Any], torch.Tensor]]:
-    """Return the handle, and what makes the sum of what `synchronize(handle)` returns."""
+    """Return the handle, and a function that makes the sum from the result of `synchronize`."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         given = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(
@@ -206,8 +206,8 @@ def start_sparse_allreduce(
             f"sparse_allreduce_async: op={arguments.op_name(op)} is not "
             "defined for sparse tensors; use Average or Sum"
         )
-    # Gathering joins along the first dimension: one row per stored value, one row of the shape.
-    # On its device, as all of a group.
+    # Gathering joins along the first dimension: one row per stored value, one row of the shape. All
+    # tensors of a group are on one device.
     own_shape = torch.tensor([tensor.shape], device=tensor.device)
     own_values = tensor._values()
     rows = [tensor._indices().t(), own_values, own_shape]

@@ -1,12 +1,12 @@
 """DistributedOptimizer: an optimizer whose gradients are reduced over all ranks.
 
-The given optimizer itself becomes distributed: its class is replaced by a sub-class of it. So it
-keeps its state and options, other objects that refer to it (such as a learning rate scheduler) stay
-valid, and it is still an instance of its class.
+The given optimizer itself becomes distributed: its class is replaced by a sub-class. It keeps its
+state and options, other objects that refer to it (such as a learning rate scheduler) stay valid,
+and it is still an instance of its class.
 
 `torch.amp.GradScaler` checks gradients before it calls `step()`. Its `unscale_` and `step` are
-wrapped here, once per process, to wait for the gradients of distributed optimizers first. So all
-ranks see the same infinities and skip the same steps.
+wrapped here, once per process, to wait for the gradients of distributed optimizers first. All ranks
+therefore find the same infinities and skip the same steps.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def DistributedOptimizer(
         for messages and the timeline. Without it, names are made from positions, and all ranks
         must create their optimizers in the same order.
     compression : how gradients are sent: Compression.none, .fp16, .bf16 or your own Compressor; or
-        Compression.int8, .powersgd, .topk or .auto, which keep what they have not sent for the next
-        step (docs/gradients.md); with op=Average or Sum.
+        Compression.int8, .powersgd, .topk or .auto, which send the rest in later steps
+        (docs/gradients.md); with op=Average or Sum.
     backward_passes_per_step : the number of backward passes, of which the last one reduces.
         Gradients add up over passes and are averaged over ranks.
     op : Average, Sum, Min, Max or Product; or Adasum, see below. Another backward pass before
@@ -134,15 +134,15 @@ def become(
     groups: int | Sequence[Sequence[torch.Tensor]] | None,
     **namespace: Any,
 ) -> torch.optim.Optimizer:
-    """Make `optimizer` one of a sub-class of `mixin` and its class. Arguments are checked but for
-    names and groups; `namespace` is the sub-class's.
+    """Give `optimizer` a class that derives from `mixin` and its old class. `namespace` is that of
+    the new class. Checks only names and groups.
     """
     params = parameters(optimizer)
     positions = _positions(groups, params)
     named = checked_names(named_parameters, params)
     members = options.process_set.process_set_id  # each set counts its optimizers
     assert members is not None
-    # The first optimizer's names are those of Horovod, which has them for all.
+    # The first optimizer's names are those that Horovod uses for all.
     count = default_name(OPTIMIZER, members).rpartition(".")[2]
     prefix = "allreduce.noname" if count == "1" else f"allreduce.noname.{count}"
     if named is None:
@@ -168,8 +168,8 @@ def become(
     for method in ("step", "synchronize", "zero_grad"):
         namespace[method] = untraced(getattr(mixin, method))
     if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
-        # A scheduler wrapped the step of this instance, to see whether it is called. Our step tells
-        # it, too, and the old wrapper must not hide ours.
+        # A scheduler wrapped the step of this instance, to detect calls. Our step has the same
+        # mark, and the old wrapper must not hide ours.
         del optimizer.__dict__["step"]
         namespace["step"]._wrapped_by_lr_sched = True
     distributed: Any = type(base.__name__, (mixin, base), namespace)
@@ -242,7 +242,7 @@ def _positions(
 
 
 def _teach_grad_scaler() -> None:
-    """Wrap the methods of GradScaler that look at gradients."""
+    """Wrap the methods of GradScaler that read gradients."""
     scaler = torch.amp.GradScaler
     unscale, step, look = scaler.unscale_, scaler.step, scaler._unscale_grads_
 

@@ -3,7 +3,7 @@
 A pass is one call of `backward()` in which a hook has run. Autograd reports its end through a
 callback of a graph task: that of the call or, inside a reentrant checkpoint, that of a nested call.
 When a nested task ends, the pass continues, and the callback is queued again at the outer task's
-next node. A pass that raises drops its callback, which reports that, too.
+next node. A pass that raises drops its callback, whose destructor reports the failure.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Passes(Queue):
             self.pass_ended()
 
     def _watch_outer_task(self, node: Any) -> None:
-        """Get called at the end of the task that executes `node`, which calls backward()."""
+        """Watch for the end of the task that executes `node`, which calls backward()."""
         handles: list[Any] = []
 
         def outside(_: Any) -> None:

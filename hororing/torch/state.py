@@ -63,7 +63,7 @@ def send_parameters(params: Any, send: Send) -> None:
                 f"broadcast_parameters: '{name}' is not a tensor but {type(tensor).__name__}; "
                 "leave it out and send it with broadcast_object"
             )
-        # Before any is on its way.
+        # Before any is sent.
         verbs.adapter.check(tensor, f"broadcast_parameters of '{name}'")
         verbs.adapter.check_writable(tensor, f"broadcast_parameters of '{name}'")
     counts = Counter(name for name, _ in named)
@@ -89,7 +89,7 @@ def _named(params: Any) -> list[tuple[str, Any]]:
 
 
 def _check_same_names(names: list[str]) -> None:
-    """Say which ranks hold which names, instead of waiting for a tensor that never comes."""
+    """Raise an error that lists the names by rank, instead of waiting for a missing tensor."""
     digest = zlib.crc32("\n".join(names).encode("utf-8", "backslashreplace"))
     digests = verbs.allgather(torch.tensor([digest]), "broadcast_parameters.names")
     if bool((digests == digests[0]).all()):
@@ -109,7 +109,7 @@ def _check_same_names(names: list[str]) -> None:
 
 
 class _Spec(NamedTuple):
-    """Stands for a tensor in the description of a state; the tensor itself travels apart."""
+    """Stands for a tensor in the description of a state; the tensor itself is sent separately."""
 
     position: int
     shape: tuple[int, ...]
@@ -193,7 +193,7 @@ def _describe(
     optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], tensors: list[torch.Tensor]
 ) -> dict[str, Any]:
     """Return state and options with each tensor moved to `tensors` and a _Spec in its place."""
-    specs: dict[int, _Spec] = {}  # by id: what is shared (a learning rate, say) stays shared
+    specs: dict[int, _Spec] = {}  # by id: shared tensors, such as a learning rate, stay shared
 
     def replace(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -258,7 +258,7 @@ def _adopt(
 
 
 def _shared_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """Return what some optimizers keep in their state for all parameters, under a name."""
+    """Return the entries of the state that belong to all parameters, by name."""
     return {
         key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)
     }
@@ -269,7 +269,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rebuilt(value: Any, convert: Any) -> Any:
-    """Return `value` with `convert` applied to what a dict, list or tuple holds."""
+    """Return `value` with `convert` applied to the items of a dict, list or tuple."""
     if isinstance(value, dict):
         return {key: convert(item) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -20,7 +20,7 @@ MIN_WEIGHT: Final = 1 << 10
 
 
 class Group:
-    """`count` gradients that are reduced together, as soon as the last of them has come."""
+    """`count` gradients that are reduced together, as soon as the last of them is ready."""
 
     def __init__(self, name: str, count: int) -> None:
         self._name = name
@@ -45,7 +45,7 @@ class Group:
                 self._submit(options, weight)
 
     def flush(self, options: Reduction, weight: float | None = None) -> None:
-        """Send the gradients that have come: the other members are frozen."""
+        """Send the gradients that are ready: the other members are frozen."""
         with self._lock:
             if self._waiting:
                 self._submit(options, weight)
@@ -61,7 +61,7 @@ class Group:
         )  # fmt: skip
 
     def finish(self, position: int) -> torch.Tensor:
-        """Wait for the group, if nobody has yet; its error is raised once."""
+        """Wait for the group if that was not done yet; its error is raised once."""
         if self.handle:
             try:
                 synchronize(self.handle)

@@ -2,8 +2,8 @@
 
 Every rank reduces its batch to count, mean and sum of squared deviations (M2) per channel; one
 allgather and Chan's formula (hororing/torch/batch_statistics.py) make them those of the whole
-batch. What is gathered is float64, so that counts are exact: a message has 8 (2 C + 1) bytes per
-rank. The backward pass adds up two sums per channel in one allreduce.
+batch. The message is float64, so that counts are exact, and has 8 (2 C + 1) bytes per rank. The
+backward pass adds up two sums per channel in one allreduce.
 
 Sums are of float32 for float16 and bfloat16 inputs, else of the input's own type.
 """
@@ -40,7 +40,7 @@ _SUMS: Final = {
 _layer_numbers = itertools.count(1)
 
 # By the name of a request, which must not be in flight twice. A layer used by two threads at once
-# sends one request after the other. (A number in the name would not do: ranks may number the calls
+# sends one request after the other. (Numbers in names would not help: ranks may number the calls
 # differently.)
 _locks: dict[str, threading.Lock] = {}
 
@@ -68,7 +68,7 @@ class SyncBatchNorm(_BatchNorm):
         torch.nn.BatchNorm2d.
     process_set : the ranks that share statistics.
     group_size : divide `process_set` into groups of this many consecutive ranks. It must divide the
-        size of the set; 1 means no communication. docs/large_batch.md says how to choose it.
+        size of the set; 1 means no communication. See docs/large_batch.md for the choice.
     name : of its requests, equal on all ranks; when omitted, unnamed layers are numbered as they
         are made. Copies of a layer share it.
 
@@ -122,8 +122,8 @@ class SyncBatchNorm(_BatchNorm):
     ) -> nn.Module:
         """Replace every BatchNorm layer in `module`, and return it.
 
-        The new layers have the very parameters and buffers, the mode and the qconfig of the old
-        ones. If `module` itself is a BatchNorm layer, a new module is returned.
+        The new layers share parameters and buffers with the old ones, and have their mode and
+        qconfig. If `module` itself is a BatchNorm layer, a new module is returned.
         """
         done: dict[nn.Module, nn.Module] = {}  # a layer in several places stays one layer
 

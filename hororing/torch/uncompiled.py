@@ -1,8 +1,8 @@
 """How verbs behave inside torch.compile: they interrupt the graph.
 
-A graph may drop, merge and reorder what it holds, differently on every rank, and verbs must do
-none of that. (Operators with ordered effects are respected when torch traces, but not when
-TorchInductor of torch 2.13 schedules: it moved them against each other on some of the ranks.)
+A graph may drop, merge and reorder operations, differently on every rank, which verbs do not allow.
+(Operators with ordered effects are respected when torch traces, but not when TorchInductor of torch
+2.13 schedules: it reordered them on some of the ranks.)
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ def _compiler() -> object:
     return sys.modules.get("torch._dynamo")
 
 
-# What torch does with frames of Python on this thread: None outside of compiled functions. Without
-# the compiler, whose import takes a second. Old releases do not tell.
+# Returns torch's callback for frames of Python on this thread: None outside of compiled functions.
+# Does not import the compiler, which takes a second. Old releases lack this function.
 _callback: Callable[[], object] = getattr(
     torch._C._dynamo.eval_frame, "get_eval_frame_callback", _compiler
 )
-# True for the compiler, when it looks for what to compile; it would warn of `_callback`.
+# True while the compiler traces; it would warn of `_callback`.
 _traced: Callable[[], bool] = getattr(torch.compiler, "is_dynamo_compiling", lambda: False)
 
 
 def uncompiled(function: F) -> F:
     """Make torch.compile call `function` as it is, between two graphs.
 
-    What `torch.compiler.disable` does costs more than to submit a tensor, so it is left to those
-    who compile.
+    `torch.compiler.disable` costs more than the submission of a tensor, so only scripts that
+    compile pay for it.
     """
     kept: Callable[..., Any] | None = None
 
@@ -88,7 +88,7 @@ def uncompiled(function: F) -> F:
 
 
 def leave_uncompiled(function: Callable[..., Any]) -> None:
-    """Make torch.compile call `function` as it is, but perhaps not what it calls.
+    """Make torch.compile call `function` as it is, but perhaps not the functions that it calls.
 
     `torch.compiler.disable` puts a function around it that costs more than a gradient hook does.
     """

@@ -19,7 +19,7 @@ class TorchVerbs(Verbs[torch.Tensor]):
         self, verb: str, tensors: Iterable[Any], in_place: bool, name: str | None, op: int,
         *rest: Any, **options: Any,
     ) -> int:  # fmt: skip
-        """Refuse what would treat the two parts of a number separately."""
+        """Refuse operations that would treat the two parts of a number separately."""
         tensors = list(tensors)
         if op not in (arguments.Average, arguments.Sum):
             for tensor in tensors:

@@ -20,7 +20,7 @@ from hororing.torch.state import (
     send_parameters,
 )
 
-# The name is always the same: ranks that have come later have counted fewer calls.
+# The name is always the same, because later ranks have counted fewer calls.
 broadcast = functools.partial(objects.broadcast_object, root_rank=0, name="elastic.state")
 
 
@@ -38,44 +38,44 @@ class StateHandler:
         self.send: Send = broadcast_from(0)
 
     def save(self) -> None:
-        """Keep a copy of what the value holds."""
+        """Copy the contents of the value."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the copy."""
+        """Restore the copy."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Give the values of all ranks what that of rank 0 holds. All ranks call it.
+        """Send the contents of rank 0's value to all ranks. All ranks call it.
 
-        What was saved stays: `TorchState` saves when all values have come.
+        Does not change the saved copy: `TorchState` saves when all values have been received.
         """
         raise NotImplementedError
 
     def kept(self) -> Any:
-        """Return what `save` has kept, for `TorchState.save_to`. It can be pickled."""
+        """Return the copy of `save`, which can be pickled, for `TorchState.save_to`."""
         raise TypeError(f"save_to: {type(self).__name__} has no method kept")
 
     def take(self, kept: Any) -> None:
-        """Go to what `kept` has returned in another process."""
+        """Adopt the result of `kept` from another process."""
         raise TypeError(f"save_to: {type(self).__name__} has no method take")
 
     def reset(self) -> None:
         """Adapt to the rank and the number of ranks, which have changed."""
 
-    # Whether there are the following three. Without them a failure goes back to the last commit.
+    # Whether the next three methods exist. If not, a failure goes back to the last commit.
     can_mark = False
 
     def mark(self) -> None:
-        """Keep a copy of what the value holds, but for what the steps of optimizers change."""
+        """Copy the contents that the steps of optimizers do not change."""
         raise NotImplementedError
 
     def go_back(self) -> None:
-        """Go back to that copy."""
+        """Restore that copy."""
         raise NotImplementedError
 
     def sync_marked(self) -> None:
-        """Do as `sync`, with what `mark` copies."""
+        """Do as `sync`, with the contents that `mark` copies."""
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
@@ -85,7 +85,7 @@ class StateHandler:
 
 
 class ObjectWithStateHandler(StateHandler):
-    """Handles what has a `state_dict` of plain objects: a learning rate scheduler, say."""
+    """Handles values with a `state_dict` of plain objects, such as learning rate schedulers."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -94,11 +94,11 @@ class ObjectWithStateHandler(StateHandler):
     _saved: Any = None
 
     def save(self) -> None:
-        """Copy the `state_dict`, into the copy before as far as it fits."""
+        """Copy the `state_dict`, into the memory of the last copy if it fits."""
         self._saved = _copied(self.value.state_dict(), self._saved)
 
     def restore(self) -> None:
-        """Load a copy of the copy: the value may change what it loads."""
+        """Load a copy of the copy, because the value may change the loaded objects."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def kept(self) -> Any:
@@ -106,7 +106,7 @@ class ObjectWithStateHandler(StateHandler):
         return self._saved
 
     def take(self, kept: Any) -> None:
-        """Load it, and keep it."""
+        """Keep it as the copy, and load it."""
         self._saved = kept
         self.restore()
 
@@ -133,7 +133,7 @@ class ObjectWithStateHandler(StateHandler):
 
 @torch.no_grad()
 def _copied(state: Any, before: Any) -> Any:
-    """Copy a `state_dict`. New memory takes several times as long as that of the copy before."""
+    """Copy a `state_dict`, into `before` if it fits: new memory takes several times as long."""
     new, old = _tensors(state), _tensors(before)
     if not new or list(map(_kind, new)) != list(map(_kind, old)):
         return copy.deepcopy(state)
@@ -146,7 +146,7 @@ def _tensors(state: Any) -> list[torch.Tensor]:
 
 
 def _kind(tensor: torch.Tensor) -> object:
-    """Equal for those of which one can be written over with the other."""
+    """Return a value that is equal for tensors that can be copied into each other."""
     if tensor.layout is not torch.strided or 0 in tensor.stride():
         return object()
     return type(tensor), tensor.shape, tensor.dtype, tensor.device
@@ -164,7 +164,7 @@ class ModelStateHandler(ObjectWithStateHandler):
         self.value.load_state_dict(copy.deepcopy(self._saved, same))
 
     def sync(self) -> None:
-        """Send parameters and buffers into place, and what else the `state_dict` holds."""
+        """Send parameters and buffers in place, and the other entries of the `state_dict`."""
         state = self.value.state_dict()
         tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
         send_parameters(tensors, self.send)
@@ -174,12 +174,12 @@ class ModelStateHandler(ObjectWithStateHandler):
 
     @property
     def can_mark(self) -> bool:  # type: ignore[override]
-        """Whether all that it holds are tensors."""
+        """Whether the module holds only tensors."""
         plain = torch.nn.Module.get_extra_state
         return all(type(each).get_extra_state is plain for each in self.value.modules())
 
     def mark(self) -> None:
-        """Copy the buffers. The parameters, optimizers change."""
+        """Copy the buffers. Optimizers change the parameters."""
         live, kept = self._buffers(), self._marked
         if live and [each.shape for each in live] == [each.shape for each in kept]:
             torch._foreach_copy_(kept, live)
@@ -188,17 +188,17 @@ class ModelStateHandler(ObjectWithStateHandler):
 
     @torch.no_grad()
     def go_back(self) -> None:
-        """Copy them back."""
+        """Restore the buffers."""
         for live, kept in zip(self._buffers(), self._marked, strict=True):
             live.copy_(kept)
 
     def sync_marked(self) -> None:
-        """Send the buffers into place."""
+        """Send the buffers in place."""
         named = [(f"buffer.{number}", each) for number, each in enumerate(self._buffers())]
         broadcast_parameters(named, root_rank=0)
 
     def _buffers(self) -> list[torch.Tensor]:
-        # Looked up anew: a module may replace its buffers. Which modules have any, it may not.
+        # Modules may replace their buffers, but the set of modules with buffers must not change.
         if self._holders is None:
             self._holders = [each._buffers for each in self.value.modules() if each._buffers]
         return [each for held in self._holders for each in held.values() if each is not None]
@@ -213,20 +213,20 @@ class OptimizerStateHandler(ObjectWithStateHandler):
     """Handles a `torch.optim.Optimizer`, plain or distributed."""
 
     def sync(self) -> None:
-        """Send state and options. Which there are, rank 0 decides: a new rank has none yet."""
+        """Send state and options, as rank 0 has them: a new rank has none yet."""
         send_optimizer_state(self.value, 0, None, self.send)
 
     def restore(self) -> None:
-        """Load a copy of the copy. Gradients are forgotten: some may be reduced, and some not."""
+        """Load a copy of the copy, and drop gradients: some may be reduced, and some not."""
         super().restore()
         self.value.zero_grad()
 
     def mark(self) -> None:
-        """Copy the options, such as the learning rate. The state, steps change."""
+        """Copy the options, such as the learning rate. Steps change the state."""
         self._marked = self._options()
 
     def go_back(self) -> None:
-        """Go back to those options, and forget gradients."""
+        """Restore these options, and drop gradients."""
         self._set_options(self._marked)
         self.value.zero_grad()
 
@@ -255,7 +255,7 @@ class GradScalerStateHandler(ObjectWithStateHandler):
     """Handles a `torch.amp.GradScaler`, which may be in the middle of a step that is undone."""
 
     def restore(self) -> None:
-        """Load a copy of the copy, and look at the gradients of the next step anew."""
+        """Load a copy of the copy, and check the gradients of the next step again."""
         super().restore()
         self.value._per_optimizer_states.clear()
 
@@ -269,7 +269,7 @@ class SamplerStateHandler(ObjectWithStateHandler):
     """Handles an `ElasticSampler`."""
 
     def reset(self) -> None:
-        """Deal the samples that are left to the ranks of now."""
+        """Distribute the remaining samples over the present ranks."""
         self.value.reset()
 
 
@@ -283,18 +283,18 @@ _registry: list[tuple[Any, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[Any, type[StateHandler]]]:
-    """Return the types that have handlers, with those. The first type that fits counts."""
+    """Return pairs of types and their handlers. The first type that fits is used."""
     return _registry
 
 
 def set_handler_registry(registry: Sequence[tuple[Any, type[StateHandler]]]) -> None:
-    """Replace the types that have handlers, for states that are made from now on."""
+    """Replace the types and their handlers, for new states."""
     global _registry
     _registry = list(registry)
 
 
 def handler_for(value: Any) -> StateHandler | None:
-    """Make the handler for a value. None: it is a plain object."""
+    """Return a new handler for a value; None for a plain object."""
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler(value)

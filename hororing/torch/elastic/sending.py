@@ -15,9 +15,9 @@ _PART_BYTES = 16 << 20
 
 
 def sources(members: Sequence[Member], lacks: Sequence[bool]) -> list[int] | None:
-    """The rank from which each rank gets the state; itself, if it has it. None: rank 0 broadcasts.
+    """Return the rank from which each rank gets the state; itself, if it has it. None: broadcast.
 
-    A rank that lacks it gets it from a rank of its host, if one there has it, and one that few
+    A rank that lacks the state gets it from a rank of its host, if possible, and from one that few
     others use. On one host a broadcast is as fast, because all ranks copy at the same time.
 
     Parameters
@@ -42,7 +42,7 @@ def sources(members: Sequence[Member], lacks: Sequence[bool]) -> list[int] | Non
 class Sender:
     """Sends tensors as determined by `sources`. All ranks make the same calls.
 
-    rank : of this process.
+    Parameters
     ----------
     rank : that of this process.
     found : the result of `sources`.

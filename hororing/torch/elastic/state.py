@@ -24,13 +24,13 @@ class TorchState(SteppedState):
 
     >>> state = TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
 
-    `save` copies all of it: it takes as much memory again as model and optimizer do. The handlers
-    of `get_handler_registry` say how, by type. Anything else is pickled.
+    `save` copies all of them, which takes as much memory as model and optimizer do. Values are
+    saved by the handlers of `get_handler_registry`, by type. All others are pickled.
 
     Parameters
     ----------
-    model, optimizer : are attributes of these names, unless None.
-    kwargs : any further ones. All ranks pass the same names and types.
+    model, optimizer : attributes of these names, unless None.
+    kwargs : further attributes. All ranks pass the same names and types.
     """
 
     _handlers: dict[str, StateHandler]
@@ -64,7 +64,7 @@ class TorchState(SteppedState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved last; gradients that are being reduced are forgotten."""
+        """Restore the last saved values, and drop gradients in flight."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
@@ -80,7 +80,7 @@ class TorchState(SteppedState):
             handler.take(handled[name])
 
     def sync(self) -> None:
-        """Give every rank what rank 0 has, and save it."""
+        """Send the values of rank 0 to all ranks, and save them."""
         for name in sorted(self._handlers):
             self._handlers[name].sync()
         super().sync()
@@ -88,7 +88,7 @@ class TorchState(SteppedState):
             handler.save()
 
     def reset(self) -> None:
-        """Adapt the handlers' values: an ElasticSampler deals samples to the ranks of now."""
+        """Adapt the handlers' values: an ElasticSampler distributes its samples again."""
         for handler in self._handlers.values():
             handler.reset()
 
@@ -154,7 +154,7 @@ class TorchState(SteppedState):
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """A number that equal bits have in common, below 2**62. Reads all of them."""
+    """Return a hash of the bits of all tensors, below 2**62."""
     total = 0
     for tensor in tensors:
         flat = tensor.detach().reshape(-1).view(torch.uint8)
