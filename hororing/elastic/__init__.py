@@ -1,8 +1,8 @@
-"""Training that goes on when ranks die, leave or come, for every framework.
+"""Training that continues when ranks die, leave or join, for every framework.
 
-`run` is the loop around a training function, `State` what that function must not lose. Scripts use
-the names in hororing.torch.elastic, hororing.tensorflow.elastic and hororing.keras.elastic; see
-docs/elastic.md.
+`run` is the loop around a training function, `State` the values that the function must not lose.
+Scripts use the names in hororing.torch.elastic, hororing.tensorflow.elastic and
+hororing.keras.elastic; see docs/elastic.md.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class UpdateBatchState:
     """Counts the batches of an epoch in ``state.batch``, and ends a resumed epoch earlier.
 
     An epoch that was interrupted after `state.batch` batches is shorter by that many when it is
-    resumed, if Keras knows its length. Which samples it gets is up to the data.
+    resumed, if Keras knows its length. The data set determines which samples it has.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ _NOT_ELASTIC: Final = (
 
 
 def run(func: Train) -> Train:
-    """Make a training function continue when ranks die, leave or come.
+    """Make a training function continue when ranks die, leave or join.
 
     >>> @hvd.elastic.run
     ... def train(state):
@@ -31,7 +31,7 @@ def run(func: Train) -> Train:
     >>> train(state)
 
     The first argument of `func` is a `State`. Before each call all ranks get the state of rank 0.
-    When a rank is lost, the others restore what they have saved last; when ranks come or go by
+    When a rank is lost, the others restore the last saved values; when ranks join or leave by
     announcement, they keep their values. Then they form a new job, call the state's reset
     callbacks, send the state if a rank needs it, and call `func` again, until it returns. Between
     `hvd.init()` and this call a script must not communicate, because later ranks would do so alone.
@@ -39,8 +39,8 @@ def run(func: Train) -> Train:
     Raises
     ------
     HororingInternalError : the job is not elastic (docs/elastic.md), or cannot be formed again.
-    ValueError : exceptions of `func` propagate, and so do errors of hororing that are ValueErrors,
-        such as MismatchError, because continuing would not help.
+    ValueError : errors of hororing that are ValueErrors, such as MismatchError, propagate, because
+        continuing would not help. So do all exceptions of `func`.
     """
     return run_fn(func, reset)
 
@@ -92,7 +92,7 @@ def run_fn(func: Train, reset: Callable[[], None], convert: ConvertError = lambd
 def _call(func: Train, state: Any, args: Any, kwargs: Any, optimizers: names.Counts) -> Any:
     """Call the training function, and call it again after replayed steps."""
     while True:
-        # New ranks make as many optimizers from here on as those that begin again.
+        # From here on, new ranks make as many optimizers as those that begin again.
         names.restart_optimizers(optimizers)
         try:
             return func(state, *args, **kwargs)
@@ -105,7 +105,7 @@ def _add(error: Exception, text: str) -> None:
 
 
 def reset() -> None:
-    """Form the job again. Blocks until the remaining and the new ranks have come."""
+    """Form the job again. Blocks until the remaining and the new ranks have called it."""
     static, formed = job.process.process_sets, False
     while not formed:
         runtime.shutdown()

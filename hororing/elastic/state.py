@@ -23,7 +23,7 @@ from hororing.elastic import saved
 from hororing.elastic.steps import Steps
 from hororing.errors import HostsUpdatedInterrupt
 
-_REMOVED: Final = 1  # of `membership.updates`: some leave, and none come
+_REMOVED: Final = 1  # of `membership.updates`: some leave, and none join
 
 
 class RedistributeSamples(Exception):
@@ -31,7 +31,7 @@ class RedistributeSamples(Exception):
 
 
 class State:
-    """What a training function needs to continue. A base class: see `ObjectState`.
+    """The values that a training function needs to continue. A base class: see `ObjectState`.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class State:
         self._announced.append((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save, and leave the training function if members come or go.
+        """Save, and leave the training function if members join or leave.
 
         All ranks call it after the same steps. Blocks until rank 0 has called it, too.
 
@@ -145,7 +145,7 @@ class State:
         raise TypeError(f"save_to: {type(self).__name__} can be saved in memory only")
 
     def check_host_updates(self) -> None:
-        """Leave the training function if members come or go, and keep values that are not saved.
+        """Leave the training function if members join or leave; keep values that are not saved.
 
         All ranks call it after the same steps. Blocks until rank 0 has called it, too, unless the
         ranks have shared updates in the step before the last one. Does nothing in a job whose ranks
@@ -229,7 +229,7 @@ class State:
     def _synchronize(self, needed: bool) -> bool:
         """Give all ranks the state of rank 0, if one of them needs it. Return whether it was done.
 
-        All ranks must decide alike: those that stay may need nothing, while another has just come.
+        All ranks decide alike: those that stay may need nothing, while another has just joined.
         """
         commits = self._commits
         if job.is_initialized() and job.size() > 1:

@@ -27,12 +27,12 @@ class SteppedState(ObjectState):
             self._steps.note_saved()
 
     def restore(self) -> None:
-        """Restore what was saved last. Sub-classes first restore their own values."""
+        """Restore the last saved values. Sub-classes first restore their own values."""
         super().restore()
         if self._steps is not None:
             self._steps.begin(self._steps.saved, keeps_parameters=False)
 
-    # -- what each framework says ----------------------------------------------------------------
+    # -- defined by each framework ---------------------------------------------------------------
 
     def _can_agree_on_steps(self) -> bool:
         """Whether only steps that all ranks take together change the values of `_digest`."""
@@ -43,7 +43,7 @@ class SteppedState(ObjectState):
         raise NotImplementedError
 
     def _go_back(self) -> None:
-        """Restore what `_mark` has copied."""
+        """Restore the values that `_mark` has copied."""
         raise NotImplementedError
 
     def _digest(self) -> int:
@@ -51,7 +51,7 @@ class SteppedState(ObjectState):
         raise NotImplementedError
 
     def _sync_marked(self) -> None:
-        """Broadcast from rank 0 what `_mark` copies, except for objects."""
+        """Broadcast from rank 0 the values that `_mark` copies, except for objects."""
         raise NotImplementedError
 
     def _prepare_sync(self, members: Sequence[Member], lacks: Sequence[bool], alike: bool) -> None:
@@ -109,14 +109,14 @@ class SteppedState(ObjectState):
             alike, marked = (len(set(rows[~lacks, column])) == 1 for column in (1, 2))
             steps.inconsistent = job.rank() != 0  # until everything has been received
             if lacks.any() or not alike:
-                # Only rank 0 has what was copied at its mark.
+                # Only rank 0 has the copy of its mark.
                 self._prepare_sync(world.members, lacks.tolist(), alike and marked)
                 self.sync()
             else:
                 self._sync_marked()
                 ObjectState.sync(self)
-        told = steps.place, steps.keeps_parameters, self._last_update, self._commits
-        place, keeps_parameters, self._last_update, self._commits = self._bcast_object(told)
+        mine = steps.place, steps.keeps_parameters, self._last_update, self._commits
+        place, keeps_parameters, self._last_update, self._commits = self._bcast_object(mine)
         steps.begin(place, keeps_parameters)
         steps.saved, steps.running = place, True
         if keeps_parameters:

@@ -9,15 +9,15 @@ If no surviving rank has applied the step, it is done again. So parameters need 
 steps are never lost.
 
 The script's other values (epoch, place in the data, learning rate) are small. They are copied at
-each *mark*, where the script says that a step is over. After a failure that copy may be older than
+each *mark*, the call by which the script ends a step. After a failure that copy may be older than
 the parameters, by the steps since the mark. The script then runs these steps again to update its
 own values, and `take` leaves the parameters alone: a step is *replayed*.
 
-In a step, ranks also start to share what they know of hosts and processes that come and go. When
-the next step is over, all of them know it, and so leave at the same mark. Nobody waits for it: a
-request that all ranks have started before their gradients is complete with these. By the same
-request they agree on the step in which they do so again: in short steps it would take a few percent
-of the time.
+In a step, ranks also start to share their updates about hosts and processes that join or leave. At
+the end of the next step all of them have the updates, and so leave at the same mark. No rank waits
+for this: a request that all ranks have started before their gradients completes with these. The
+same request determines the next step in which they share updates, because in each short step that
+would take a few percent of the time.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from hororing import arguments, collectives, job
 from hororing.errors import HororingInternalError
 
 _BITS = 2  # for the kind of change, below its time
-# Ranks share updates this often, in seconds, but at least once in this number of steps.
-_SHARE_S, _MOST_STEPS = 0.1, 100
+# Ranks share updates at this interval, in seconds, but at least once in this number of steps.
+_SHARE_S, _MAX_STEPS = 0.1, 100
 
 
 class Place(NamedTuple):
@@ -130,15 +130,15 @@ class Steps:
             self.updates_shared += 1
         if self.keeps_parameters and not self._steps_without:
             latest, what = self._latest_update()
-            told = np.array([max(self._agreed, latest << _BITS | what), -self._steps_until_next()])
-            self._sharing = hvd.allreduce_async(told, name="elastic.updates", op=arguments.Max)
+            mine = np.array([max(self._agreed, latest << _BITS | what), -self._steps_until_next()])
+            self._sharing = hvd.allreduce_async(mine, name="elastic.updates", op=arguments.Max)
 
     def _steps_until_next(self) -> int:
         """The number of steps after which this rank would share updates again."""
         now, steps = time.monotonic(), self.place.step - self._shared_step
         per_step_s = (now - self._shared_at) / max(steps, 1)
         self._shared_at, self._shared_step = now, self.place.step
-        return max(int(min(_SHARE_S / max(per_step_s, 1e-9), _MOST_STEPS)), 1)
+        return max(int(min(_SHARE_S / max(per_step_s, 1e-9), _MAX_STEPS)), 1)
 
     @property
     def steps_to_replay(self) -> int:
@@ -211,7 +211,7 @@ class Steps:
         self.end()
 
     def end(self) -> None:
-        """Give up the request that shares updates."""
+        """Abandon the request that shares updates."""
         if self._sharing:
             collectives.abandon(self._sharing, None)
         self._sharing = 0

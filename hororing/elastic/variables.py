@@ -65,8 +65,8 @@ class VariablesState(SteppedState):
         super()._take(objects)
 
     def sync(self) -> None:
-        """Give every rank what rank 0 has saved last."""
-        # Rank 0 says which variables there are: a new optimizer may lack some.
+        """Send the values that rank 0 has saved last to all ranks."""
+        # Rank 0 determines the variables, because a new optimizer may lack some.
         kinds = broadcast([(each.shape, each.dtype) for each in self._saved_values])
         values = self._saved_values
         if job.rank() != 0:
@@ -95,7 +95,7 @@ class Stepper(Protocol):
         """Take a step by `apply` when the gradients are reduced, or skip it."""
 
     def attach(self, steps: Steps | None) -> None:
-        """From now on count steps for `steps`; None: for nobody."""
+        """From now on count steps for `steps`; None: do not count."""
 
 
 class ModelState(VariablesState):

@@ -1,7 +1,7 @@
-"""Elastic jobs whose processes are Ray actors: a lost one is replaced, the others continue.
+"""Elastic jobs whose processes are Ray actors: lost actors are replaced, the others continue.
 
-hororun's `ElasticJob` runs such a job. It sees the cluster as one host, on which Ray finds a place
-for each process.
+hororun's `ElasticJob` runs such a job. It treats the cluster as one host, on which Ray places each
+process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hororing.ray import ranks
 from hororing.rendezvous import protocol
 from hororing.rendezvous.elastic_store import ElasticStore
 
-_POLL_S = 1.0  # time between two checks for room in the cluster
+_POLL_S = 1.0  # time between two checks for free resources
 _GRACE_S = 5.0
 _DIED = 255  # its exit code is unknown
 
@@ -53,16 +53,16 @@ def chosen(
 ) -> Elastic:
     """The elastic settings of `RayExecutor`. ValueError."""
     np = num_workers or min_workers or 1
-    least, most = min_workers or np, max_workers or sys.maxsize
-    if not least <= np <= most:
+    minimum, maximum = min_workers or np, max_workers or sys.maxsize
+    if not minimum <= np <= maximum:
         raise ValueError(
-            f"RayExecutor: min_workers={least}, num_workers={np}, max_workers={most}: they must "
-            "ascend"
+            f"RayExecutor: min_workers={minimum}, num_workers={np}, "
+            f"max_workers={maximum}: they must ascend"
         )
     if cooldown_range is not None and not 0 < cooldown_range[0] <= cooldown_range[1]:
         raise ValueError(f"RayExecutor: cooldown_range={cooldown_range} must ascend from above 0")
     return Elastic(
-        np, least, most, cooldown=cooldown_range, reset_limit=reset_limit or 0,
+        np, minimum, maximum, cooldown=cooldown_range, reset_limit=reset_limit or 0,
         elastic_timeout_s=elastic_timeout,
     )  # fmt: skip
 
@@ -74,18 +74,18 @@ def run(
     make: Callable[[], Any] | None,
     fn: Callable[[Any], Any],
 ) -> list[Any]:
-    """Call `fn` on all ranks, which come and go, and return the results of those that finish.
+    """Call `fn` on all ranks, which join and leave, and return the results of those that finish.
 
     Parameters
     ----------
     resources : of each actor, by Ray's names.
-    variables : for the ranks, in addition to those that say where they meet.
+    variables : for the ranks, in addition to those of the rendezvous.
     make : each rank calls it to make the argument of `fn`.
     """
     secret, name = protocol.new_secret(), secrets.token_hex(8)
     settings = config.load(variables)
     actors = _Actors(elastic, resources, secret, ray.put((make, fn)))
-    told = {**variables, "HORORING_ELASTIC": "1", "HORORING_JOB": name}
+    environment = {**variables, "HORORING_ELASTIC": "1", "HORORING_JOB": name}
 
     def make_store(at_first: Elastic, hosts: Sequence[Host], on_event: Any) -> ElasticStore:
         store = ElasticStore(
@@ -95,13 +95,13 @@ def run(
         )  # fmt: skip
         store.listen()
         here = ray.util.get_node_ip_address()
-        told["HORORING_RENDEZVOUS"] = protocol.show_address(here, store.port)
+        environment["HORORING_RENDEZVOUS"] = protocol.show_address(here, store.port)
         return store
 
     job = ElasticJob(
         elastic, Output({STDERR: function.Stream(sys.stderr)}, 1, tag=False, elastic=True),
         make_program=lambda number, slot: Program(
-            number, (), {**told, "HORORING_PROCESS": str(number)}, ""
+            number, (), {**environment, "HORORING_PROCESS": str(number)}, ""
         ),
         make_store=make_store, make_host=actors.of, make_discovery=actors.found_by,
         grace_s=_GRACE_S, start_timeout_s=0.0,
@@ -118,7 +118,7 @@ def run(
 
 
 class _Actors:
-    """The actors of a job: its only host, which also says how many fit into the cluster."""
+    """The actors of a job: its only host, which also counts how many fit into the cluster."""
 
     def __init__(
         self, elastic: Elastic, resources: Mapping[str, float], secret: bytes, call: Any
@@ -145,14 +145,14 @@ class _Actors:
         job.selector.register(self._wakes, selectors.EVENT_READ, self._take)
         return self
 
-    # -- how many fit: see hororun.discovery -----------------------------------------------------
+    # -- discovery: see hororun.discovery --------------------------------------------------------
 
     def left_s(self) -> float:
         """Time until the next check."""
         return max(self._next_look - time.monotonic(), 0.0)
 
     def go_on(self) -> None:
-        """Check for room from time to time. A lost actor keeps its place."""
+        """Check for free resources from time to time. A lost actor keeps its place."""
         if self.left_s() > 0:
             return
         self._next_look = time.monotonic() + _POLL_S
@@ -171,7 +171,7 @@ class _Actors:
     # -- a host: see hororun.hosts ---------------------------------------------------------------
 
     def start(self, programs: Sequence[Program]) -> None:
-        """Ask Ray for actors, which start at once."""
+        """Start actors."""
         cpus, gpus = self._resources.get("CPU", 0), self._resources.get("GPU", 0)
         for program in programs:
             actor = ray.remote(_Process).options(num_cpus=cpus, num_gpus=gpus).remote()
@@ -225,12 +225,12 @@ class _Process:
 
     def train(
         self,
-        told: Mapping[str, str],
+        variables: Mapping[str, str],
         secret: bytes,
         call: tuple[Callable[[], Any] | None, Callable[[Any], Any]],
     ) -> tuple[int, bytes]:
         """Run it as a process of the job. Returns an exit code, and the answer for `call.read`."""
-        ranks.become(told, secret)
+        ranks.become(variables, secret)
         try:
             make, fn = call
             code, answer = 0, packed(RETURNED, pickled(fn(make() if make else None)))

@@ -17,7 +17,7 @@ from hororing.errors import PeerLostError, RunError, ShutDownError
 from hororing.hororun import plan
 from hororing.hororun.elastic_flags import Elastic
 from hororing.ray import elastic, ranks
-from hororing.ray.ranks import Where
+from hororing.ray.ranks import Location
 from hororing.rendezvous.store import Store
 
 # How long the other ranks may continue after a failure, and how long they may take to shut down.
@@ -42,9 +42,9 @@ class RayExecutor:
     Parameters
     ----------
     settings : from `create_settings`.
-    num_workers : the number of ranks, on any nodes with room; or
+    num_workers : the number of ranks, on any nodes; or
     num_hosts, num_workers_per_host : the number of nodes, and of ranks on each.
-    cpus_per_worker : what Ray reserves for each rank.
+    cpus_per_worker : the number of CPUs that Ray reserves for each rank.
     use_gpu, gpus_per_worker : likewise; by default one GPU for each. A rank sees the GPUs
         of all ranks of its node, so that `hvd.local_rank()` is the number of its own.
     use_current_placement_group : if this process runs in a placement group, so do the actors; only
@@ -52,12 +52,11 @@ class RayExecutor:
     min_workers, max_workers : with one of these the job is elastic (docs/elastic.md): `run` calls
         the result of `hvd.elastic.run` in new actors. It continues without lost actors while there
         are `min_workers`, and replaces them. It begins with at least `num_workers` (`min_workers`),
-        and uses as many as there is room for, up to `max_workers`.
+        and uses as many as fit into the cluster, up to `max_workers`.
     reset_limit : the maximum number of changes of members; None: no limit.
-    cooldown_range : shortest and longest time until another actor replaces a failed one, in
-        seconds.
-    elastic_timeout : longest time with fewer than `min_workers`, in seconds.
-    override_discovery : False is an error: the cluster says where there is room.
+    cooldown_range : minimum and maximum time until another actor replaces a failed one, in seconds.
+    elastic_timeout : maximum time with fewer than `min_workers`, in seconds.
+    override_discovery : False is an error, because Ray discovers the hosts.
 
     Raises
     ------
@@ -95,8 +94,8 @@ class RayExecutor:
                 raise ValueError(f"RayExecutor: {name}={value!r} needs min_workers or max_workers")
         if not override_discovery:
             raise ValueError(
-                "RayExecutor: override_discovery=False: Ray says where there is room; to find "
-                "hosts by a script, use hororun --host-discovery-script"
+                "RayExecutor: override_discovery=False: Ray discovers the hosts; to find hosts "
+                "by a script, use hororun --host-discovery-script"
             )
         if not is_elastic and (num_workers is None) == (num_hosts is None):
             raise ValueError(
@@ -132,7 +131,7 @@ class RayExecutor:
         self._call: Callable[[Callable[[Any], Any]], list[Any]] | None = None  # for an elastic job
         self._group: Any = None  # our placement group
         self._workers: list[Any] = []  # handles of actors, by rank
-        self._places: list[Where] = []
+        self._locations: list[Location] = []
         self._store: Store | None = None
 
     @classmethod
@@ -151,7 +150,7 @@ class RayExecutor:
         ----------
         timeout_s : how long actors may take to start, in seconds. In an elastic job,
             the executor's `elastic_timeout` limits this and the next one.
-        placement_group_timeout_s : how long Ray may take to find room for them.
+        placement_group_timeout_s : how long Ray may take to place them, in seconds.
         nics : as HORORING_INTERFACE; one interface.
         verbose : no effect.
         ssh_identity_file, ssh_str : an error, because Ray starts the actors.
@@ -173,7 +172,7 @@ class RayExecutor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start the actors. Blocks until all are there.
+        """Start the actors. Blocks until all have started.
 
         In an elastic job, `run` and `execute` start and end the actors.
 
@@ -286,17 +285,17 @@ class RayExecutor:
             .remote()
             for i in range(self._size)
         ]
-        places = self._all("start", "where", timeout_s=self._settings.timeout_s)
-        order = plan.neighbours([place.node for place in places])
+        locations = self._all("start", "locate", timeout_s=self._settings.timeout_s)
+        order = plan.neighbours([each.node for each in locations])
         self._workers = [self._workers[i] for i in order]
-        self._places = [places[i] for i in order]
+        self._locations = [locations[i] for i in order]
         variables = ranks.variables(self._settings.interface, more)
-        self._store, secret, told = ranks.meet(self._places, variables)
+        self._store, secret, environments = ranks.start_store(self._locations, variables)
         self._results(
             "start",
             [
                 worker.become.remote(each, secret)
-                for worker, each in zip(self._workers, told, strict=True)
+                for worker, each in zip(self._workers, environments, strict=True)
             ],
         )
 
@@ -314,7 +313,7 @@ class RayExecutor:
         if not self._group.wait(timeout_s):
             spread = " on different nodes" if self._on_different_hosts else ""
             raise RunError(
-                f"start: the cluster has no room for {self._group.bundle_count} times {bundle}"
+                f"start: the cluster had no room for {self._group.bundle_count} times {bundle}"
                 f"{spread} within {timeout_s:g} s; it has {ray.cluster_resources()}, of which are "
                 f"free {ray.available_resources()}"
             )
@@ -326,7 +325,7 @@ class RayExecutor:
                 ray.kill(worker)
             if self._group is not None:
                 ray.util.remove_placement_group(self._group)
-        self._workers, self._places, self._group, self._call = [], [], None, None
+        self._workers, self._locations, self._group, self._call = [], [], None, None
         if self._store is not None:
             self._store.stop()
             self._store = None
@@ -336,7 +335,7 @@ class RayExecutor:
 
     def _check_started(self, doing: str) -> None:
         if self._call:
-            raise RunError(f"{doing}: the ranks of an elastic job come and go: call run()")
+            raise RunError(f"{doing}: the ranks of an elastic job change: call run()")
         if not self._workers:
             raise RunError(f"{doing}: there are no actors: call start() first")
 
@@ -350,10 +349,10 @@ class RayExecutor:
         return self._results(doing, self._submit(doing, method, *args), timeout_s)
 
     def _results(
-        self, doing: str, asked: Sequence[Any], timeout_s: float | None = None
+        self, doing: str, references: Sequence[Any], timeout_s: float | None = None
     ) -> list[Any]:
         """Return the answers of ranks, by rank."""
-        pending = {reference: rank for rank, reference in enumerate(asked)}
+        pending = {reference: rank for rank, reference in enumerate(references)}
         results: dict[int, Any] = {}
         failed: dict[int, Exception] = {}
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -374,7 +373,7 @@ class RayExecutor:
             self._end()
             raise
         if not pending and not failed:
-            return [results[rank] for rank in range(len(asked))]
+            return [results[rank] for rank in range(len(references))]
         self._fail(doing, failed, sorted(pending.values()))
 
     def _fail(
@@ -405,9 +404,9 @@ class RayExecutor:
         ) from error
 
     def _name(self, rank: int) -> str:
-        if not self._places:  # no actor has a rank yet
+        if not self._locations:  # no actor has a rank yet
             return f"actor {rank}"
-        return f"rank {rank} on {self._places[rank].address}"
+        return f"rank {rank} on {self._locations[rank].address}"
 
 
 class _Worker:
@@ -416,11 +415,11 @@ class _Worker:
     def __init__(self) -> None:
         self._executable: Any = None
 
-    def where(self) -> Where:
-        return ranks.where()
+    def locate(self) -> Location:
+        return ranks.locate()
 
-    def become(self, told: Mapping[str, str], secret: bytes) -> None:
-        ranks.become(told, secret)
+    def become(self, variables: Mapping[str, str], secret: bytes) -> None:
+        ranks.become(variables, secret)
 
     def make(self, cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._executable = cls(*args, **kwargs)

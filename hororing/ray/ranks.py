@@ -18,8 +18,8 @@ from hororing.rendezvous.store import Store
 
 
 @dataclass(frozen=True)
-class Where:
-    """The place of a process, as it reports it."""
+class Location:
+    """The node of a process, with its port and GPUs."""
 
     node: str  # its id in Ray
     address: str  # of the node, for other nodes
@@ -27,10 +27,10 @@ class Where:
     gpus: tuple[str, ...]  # those that Ray has assigned to this process
 
 
-def where() -> Where:
-    """Return it, in a process of Ray."""
+def locate() -> Location:
+    """Return the location of this process of Ray."""
     context = ray.get_runtime_context()
-    return Where(
+    return Location(
         context.get_node_id(),
         ray.util.get_node_ip_address(),
         free_port(),
@@ -38,21 +38,21 @@ def where() -> Where:
     )
 
 
-def meet(
-    ranks: Sequence[Where], variables: Mapping[str, str]
+def start_store(
+    ranks: Sequence[Location], variables: Mapping[str, str]
 ) -> tuple[Store, bytes, list[dict[str, str]]]:
     """Start the store of a job in this process.
 
     Parameters
     ----------
-    ranks : their places.
-    variables : for all ranks, in addition to those of their rank.
+    ranks : their locations.
+    variables : for all ranks, in addition to those of each rank.
 
     Returns
     -------
     The store, the job's secret, and the variables of each rank.
     """
-    here = where()
+    here = locate()
     several = any(each.node != here.node for each in ranks)
     store, secret = start.new_store(len(ranks), several)
     store.start_thread()
@@ -61,18 +61,19 @@ def meet(
         protocol.show_address(here.address if several else "127.0.0.1", store.port),
         (ranks[0].address, ranks[0].port),
     )
-    told = []
+    environments = []
     for place in plan.by_host([each.node for each in ranks]):
-        # The devices of all neighbours, so that local ranks are device numbers.
+        # The devices of all ranks of the node, so that local ranks are device numbers.
         gpus = dict.fromkeys(gpu for each in ranks if each.node == place.host for gpu in each.gpus)
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-        told.append({**variables, **devices, **plan.environment(place, len(ranks), rendezvous)})
-    return store, secret, told
+        own = plan.environment(place, len(ranks), rendezvous)
+        environments.append({**variables, **devices, **own})
+    return store, secret, environments
 
 
-def become(told: Mapping[str, str], secret: bytes) -> None:
+def become(variables: Mapping[str, str], secret: bytes) -> None:
     """Make this process a rank, before it calls `init`."""
-    launch.become({**told, "HORORING_SECRET_FD": str(memory_file("secret", secret))})
+    launch.become({**variables, "HORORING_SECRET_FD": str(memory_file("secret", secret))})
 
 
 def leave() -> None:
@@ -83,7 +84,7 @@ def leave() -> None:
 def variables(
     interface: str | None = None, more: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """The settings of this process for ranks, most of which must be the same on all."""
+    """Return the settings of this process, for all ranks."""
     chosen = {"HORORING_INTERFACE": interface} if interface else {}
     return {
         **start.settings(),

@@ -52,12 +52,12 @@ class _HororingBackend(Backend):  # type: ignore[misc]
 
     def on_start(self, worker_group: Any, backend_config: HororingConfig) -> None:
         self._stop()  # of workers that failed
-        places = worker_group.execute(ranks.where)
-        self._store, secret, told = ranks.meet(places, backend_config.env)
+        locations = worker_group.execute(ranks.locate)
+        self._store, secret, environments = ranks.start_store(locations, backend_config.env)
         ray.get(
             [
                 worker_group.execute_single_async(rank, ranks.become, each, secret)
-                for rank, each in enumerate(told)
+                for rank, each in enumerate(environments)
             ]
         )
 

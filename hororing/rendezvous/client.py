@@ -1,4 +1,4 @@
-"""The connection of a rank to the store: it shows that the rank lives, and carries its requests.
+"""The connection of a rank to the store: it shows that the rank is alive, and carries requests.
 
 Blocking, for any thread; one request at a time. A forked child does not use it.
 """
@@ -99,31 +99,31 @@ class _Stream:
 
 
 class Member:
-    """A rank of a job, as the store knows it.
+    """A rank of a job, as a member of the store.
 
-    Blocks until the store has let it in. The store may start later.
+    Blocks until the store has admitted it. The store may start later.
 
     Parameters
     ----------
-    address : ``host:port``; several with commas between them are tried in this order,
-        and none waits for long for another.
-    secret : of the job; b"" where there is none, which is a ValueError unless the address is of
-        this host alone or `insecure`.
-    job, rank, size : the job's name, which rank this is, and of how many.
+    address : ``host:port``; several, separated by commas, are tried in this order, the next one
+        soon after the last.
+    secret : of the job; b"": none, which is a ValueError unless the address is a loopback address
+        or `insecure` is set.
+    job, rank, size : the job's name, this rank, and the number of ranks.
     uid : of a process without a rank (rank -1, size 0); see `elastic_member.ElasticMember`.
     host : name of this host in error texts; None: its own.
-    timeout_s : how long to try; infinite: for ever.
+    timeout_s : how long to try; infinite: forever.
 
     Attributes
     ----------
-    address : where the store is.
-    generation : the one in which it has this rank; 0, and for ever, where jobs are not elastic.
+    address : the address of the store.
+    generation : the one in which it has this rank; always 0 if the job is not elastic.
     local_address : address of this host from which the store is reached, without a port.
-    at_close : what `close` calls afterwards, such as the end of a store in this process.
+    at_close : functions that `close` calls afterwards, such as the end of a store in this process.
 
     Raises
     ------
-    RendezvousError : no store there in time, or it does not let this process in.
+    RendezvousError : no store answered in time, or it does not admit this process.
     """
 
     def __init__(
@@ -161,20 +161,20 @@ class Member:
 
     @property
     def mesh_key(self) -> str:
-        """Proves to other ranks that this one belongs to the job, and to this generation of it."""
-        key, told = self._mesh_key.encode(), str(self.generation).encode()
-        return hmac.new(key, told, "sha256").hexdigest() if key else ""
+        """Proves to other ranks that this one belongs to this generation of the job."""
+        key, number = self._mesh_key.encode(), str(self.generation).encode()
+        return hmac.new(key, number, "sha256").hexdigest() if key else ""
 
     def share(self, text: str, timeout_s: float = math.inf) -> list[str]:
-        """Tell `text`, and return the texts of all ranks in their order.
+        """Send `text`, and return the texts of all ranks, in rank order.
 
-        Blocks until every rank has called it. All must call it equally often, of which only calls
-        that return count: after an error or an interruption it is repeated. A text has at most
+        Blocks until every rank has called it. All ranks must make the same number of calls that
+        return: after an error or an interrupt, repeat the call. A text has at most
         `protocol.TEXT_CHARACTERS` characters.
 
         Raises
         ------
-        RendezvousError : some ranks did not come in time, or one has ended, or the store has.
+        RendezvousError : some ranks did not call it in time, or a rank or the store has ended.
         """
         with self._lock:
             key = f"share {self._shares}"
@@ -201,7 +201,7 @@ class Member:
             return str(self._take(self._next(key, deadline), "text", str))
 
     def done(self, status: int = 0) -> None:
-        """Say that this rank ends as it should, and close. Nothing is raised without a store."""
+        """Report that this rank ends normally, and close. Raises nothing if the store is lost."""
         with self._lock:
             if self._stream is not None:
                 deadline = Deadline(_DONE_S)
@@ -245,7 +245,7 @@ class Member:
             raise self._failed(error) from None
 
     def _next(self, key: str, deadline: Deadline) -> dict[str, Any]:
-        """The next message about `key`. Answers to what was given up before are left out."""
+        """Return the next message about `key`. Skips answers to abandoned requests."""
         assert self._stream is not None
         while True:
             try:
@@ -301,7 +301,7 @@ class Member:
                     f"{timeout_s:g} s; "
                     + "; ".join(f"{text}: {reason}" for text, reason in reasons.items())
                 )
-            # Ranks that start together must not come together again.
+            # Ranks that start together must not retry together.
             time.sleep(min(secrets.SystemRandom().uniform(0.5, 1) * pause_s, deadline.left_s()))
             pause_s = min(2 * pause_s, _RETRY_S[1])
 
@@ -326,7 +326,7 @@ class Member:
         answer = _accepted(stream.receive(deadline))
         theirs = protocol.take(answer, "nonce", str)
         if not protocol.is_proof(answer.get("proof"), secret, protocol.STORE, theirs, hello):
-            raise ProtocolError("what answers there does not have the secret of this job")
+            raise ProtocolError("the server there does not have the secret of this job")
         mine = protocol.proof(secret, protocol.MEMBER, theirs, hello)
         stream.send({"proof": mine}, deadline)
         protocol.take(_accepted(stream.receive(deadline)), "welcome", bool)

@@ -16,7 +16,7 @@ class RetiredError(Exception):
 
 
 class ElasticMember(Member):
-    """A process of an elastic job, from the store's view.
+    """A process of an elastic job, as a member of the store.
 
     Blocks until the store has admitted it. It has rank -1 and size 0 until `next_world`.
 
@@ -56,7 +56,7 @@ class ElasticMember(Member):
 
     @property
     def connected(self) -> bool:
-        """Whether the store still knows it; otherwise only a new connection can help."""
+        """Whether it is still a member; otherwise it needs a new connection."""
         return self._stream is not None
 
     def next_world(self, step: int, marks: int, failed: bool) -> World:
@@ -66,8 +66,8 @@ class ElasticMember(Member):
 
         Parameters
         ----------
-        step, marks : how far its state is: the number of steps, and how often it has saved the
-            script's other values since that step.
+        step, marks : the progress of its state: the number of steps, and how often it has saved the
+            script's other values since the last step.
         failed : something has failed, so the other members cannot continue either.
 
         Raises
@@ -109,7 +109,7 @@ class ElasticMember(Member):
             raise self._failed(error) from None
 
     def _receive_reply(self, asked: int) -> dict[str, Any]:
-        """The reply to this request. Skips replies to requests that were given up."""
+        """Return the reply to this request. Skips replies to abandoned requests."""
         assert self._stream is not None
         while True:
             try:

@@ -1,7 +1,7 @@
 """The server of an elastic job: its members, and the generations that they form.
 
-A connection is a membership, as with `store.Store`, but losing a member costs only its place, not
-the job. `generations` decides what happens when; this module handles connections and time.
+A connection is a membership, as with `store.Store`, but the job survives a lost member.
+`generations` decides what happens when; this module handles connections and time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONNECTION_ENDED = "its connection closed unexpectedly"
 
 
 # Number of checks for signs of life within the time limit of a silent member.
-_LOOKS = 8
+_CHECKS = 8
 # The first sign of life may take this many times longer.
 _FIRST_BEAT = 10
 
@@ -49,11 +49,11 @@ class ElasticStore(Server):
     job, secret, host, port, insecure : as those of `Server`.
     np : the number of members that the first generation waits for.
     min_np, max_np : the minimum and maximum number of members of a generation; None: `np`.
-    elastic_timeout_s : longest time with fewer than that, or until the members of a generation that
-        is over ask for the next one; 0: no limit.
+    elastic_timeout_s : maximum time with fewer members, or until all members of a finished
+        generation request the next one; 0: no limit.
     peer_timeout_s : a member without a sign of life for this long is lost.
     on_event : called in the event loop of the store with each Joined, Lost, Done, World and Ended.
-        What it raises is logged.
+        Its exceptions are logged.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class ElasticStore(Server):
         self._requests: dict[str, int] = {}  # the numbers of requests for a generation, by uid
         self._ranks: dict[int, Peer] = {}  # of the current generation
         self._exchange = Exchange(0, 0, self._ranks)
-        # By uid: the connections by which members tell that they live, and when they did so last.
+        # By uid: the connections on which members send heartbeats, and the time of the last one.
         self._beats: dict[str, Peer] = {}
         self._last_beat: dict[str, float] = {}
-        self._beating: set[str] = set()  # members that have, and so read frames
+        self._beating: set[str] = set()  # members that have sent one, and so read frames
         self._checked_at = 0.0
         self._check_timer: asyncio.TimerHandle | None = None
         self._over, self._updated = b"", b""  # the last frames of these kinds
@@ -95,20 +95,20 @@ class ElasticStore(Server):
     # Called by the launcher, on any thread
 
     def expect(self, count: int) -> None:
-        """Tell how many processes have been started that have not come yet.
+        """Set the number of started processes that have not connected yet.
 
-        The first generation waits for `np` members, or until none is expected any more; later ones
-        never wait for processes that have not come. Each that comes counts one down.
+        The first generation waits for `np` members, or until no more are expected; later ones never
+        wait for processes that have not connected. Each connection counts one down.
         """
         self._tell(lambda: self._machine.expect(count))
 
     def hosts_updated(self, added: Iterable[str] = (), removed: Iterable[str] = ()) -> None:
-        """Tell members that hosts have come and gone, so that they leave in agreement."""
-        came, gone = list(added), list(removed)
-        self._tell(lambda: self._machine.hosts_updated(came, gone))
+        """Inform members of added and removed hosts, so that they leave together."""
+        new, gone = list(added), list(removed)
+        self._tell(lambda: self._machine.hosts_updated(new, gone))
 
     def retire(self, host: str) -> None:
-        """Let processes of this host into no further generation.
+        """Exclude processes of this host from further generations.
 
         They stay in the current one until all leave it; their `init` then ends the process.
         """
@@ -195,7 +195,7 @@ class ElasticStore(Server):
         uid = peer.hello.uid
         member = self._peers.get(uid)
         if member is None or (member is not peer and member.done is not None):
-            return  # it was declared lost before, or is about to be done
+            return  # it was declared lost before, or is about to end normally
         if peer.done is None:
             self._lose_member(uid, CONNECTION_ENDED)
             return
@@ -214,7 +214,7 @@ class ElasticStore(Server):
             self._exchange.end(rank, peer, peer.done, "")
 
     def _remove(self, uid: str) -> list[Peer]:
-        """Forget its connections, which are returned."""
+        """Remove its connections, and return them."""
         self._requests.pop(uid, None)
         self._last_beat.pop(uid, None)
         self._beating.discard(uid)
@@ -252,9 +252,9 @@ class ElasticStore(Server):
         self._updates = 0
         self._ranks = {rank: self._peers[member.uid] for rank, member in enumerate(world.members)}
         self._exchange = Exchange(world.generation, len(world.members), self._ranks)
-        told = [[each.uid, each.host, each.pid, each.step, each.marks] for each in world.members]
+        members = [[each.uid, each.host, each.pid, each.step, each.marks] for each in world.members]
         for member in world.members:
-            self._reply(member.uid, {"generation": world.generation, "members": told})
+            self._reply(member.uid, {"generation": world.generation, "members": members})
 
     def _break(self, event: Broken) -> None:
         peer = self._ranks.get(event.rank)
@@ -274,7 +274,7 @@ class ElasticStore(Server):
             self._beats[uid].send(frame)
 
     def _drop(self, event: Lost) -> None:
-        """Close its connection and end what waits for it, before other members are told."""
+        """Close its connection and end waits for it, before other members get the event."""
         peer = self._peers[event.uid]
         for connection in self._remove(event.uid):
             connection.writer.transport.abort()
@@ -291,13 +291,13 @@ class ElasticStore(Server):
     # Time
 
     async def open(self) -> None:
-        """Let members in from now on, and watch that they live."""
+        """Admit members from now on, and check that they are alive."""
         await super().open()
         self._checked_at = asyncio.get_running_loop().time()
         self._check_members()
 
     async def close(self) -> None:
-        """End every connection, and listen no more."""
+        """Close every connection, and stop listening."""
         for timer in (self._check_timer, self._limit):
             if timer is not None:
                 timer.cancel()
@@ -305,9 +305,9 @@ class ElasticStore(Server):
 
     def _check_members(self) -> None:
         loop = asyncio.get_running_loop()
-        now, pause_s = loop.time(), self._peer_timeout_s / _LOOKS
+        now, pause_s = loop.time(), self._peer_timeout_s / _CHECKS
         if now - self._checked_at > 2 * pause_s:
-            # This process was stopped, or had no time, so it has received no sign of life.
+            # This process was stopped or got no processor time, so it has received no sign of life.
             self._last_beat = {uid: max(at, now) for uid, at in self._last_beat.items()}
         self._checked_at = now
         for uid in [

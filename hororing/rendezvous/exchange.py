@@ -1,7 +1,7 @@
 """The texts that the ranks of one generation share through the store.
 
 A GET or a GATHER is answered when that is possible, or at its deadline. Once a rank is lost, ranks
-that wait are told, and so are ranks that would wait later.
+that wait, now or later, get an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Exchange:
 
     Attributes
     ----------
-    lost : why nothing can be gathered any more, by rank.
+    lost : the reasons for lost ranks, by rank; then nothing can be gathered any more.
     statuses : the exit statuses of ranks that have ended normally.
     """
 
@@ -186,7 +186,7 @@ def reply(generation: int, key: str, what: dict[str, Any]) -> bytes:
 
 
 def _texts(generation: int, key: str, texts: list[str]) -> bytes:
-    """The frames with all ranks' texts: each holds some, from rank "first" on."""
+    """The frames with all ranks' texts: each holds some of them, from rank "first" on."""
     frames, part, size = [], [], 0
     for rank, text in enumerate(texts):
         part.append(text)

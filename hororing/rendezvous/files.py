@@ -59,7 +59,7 @@ def serve(
 
 
 def join(directory: str, *, job: str, rank: int, size: int, timeout_s: float) -> Member:
-    """Wait for the file, and connect. RendezvousError if that fails until the deadline."""
+    """Wait for the file, and connect. RendezvousError at the deadline."""
     path = place(directory, job)
     return offers.accept(lambda: _read(path), rank=rank, size=size, timeout_s=timeout_s)
 
@@ -76,7 +76,7 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, str]:
     with os.fdopen(number, "rb") as file:
         about = os.fstat(number)
         if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
-            return None, f"{path} is not this user's alone"
+            return None, f"{path} is accessible to other users"
         text = file.read(_MAX_BYTES)
     try:
         found = offers.parse(text)
@@ -115,7 +115,7 @@ def _owner(pid: int) -> dict[str, Any]:
 
 
 def _began(pid: int) -> int | None:
-    """When the process began, in the kernel's ticks; None: it does not exist."""
+    """The start time of the process, in the kernel's ticks; None: it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b") ")[2].split()
@@ -125,7 +125,7 @@ def _began(pid: int) -> int | None:
 
 
 def _is_alive(owner: dict[str, Any]) -> bool | None:
-    """None: it is on another host or in another container, so this is unknown."""
+    """Whether the owner is alive; None if it is on another host or in another container."""
     pid = owner.get("pid")
     if type(pid) is not int:
         return None

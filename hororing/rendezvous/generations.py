@@ -1,9 +1,9 @@
 """The members of an elastic job, and when its next generation forms: a state machine without IO.
 
-A generation is a set of members with ranks 0 to n-1. Members come (`join`), report that they have
+A generation is a set of members with ranks 0 to n-1. Members join (`join`), report that they have
 left their generation and want the next one (`ready`), end normally (`done`) or are lost (`lost`).
 As soon as every live member is ready, and there are enough of them, a `World` forms. Only the first
-generation waits for processes that may come later.
+generation waits for processes that may join later.
 
     join -> waiting -> World -> member -> ready -> waiting -> World ...
 
@@ -13,7 +13,7 @@ Invariants
   1. Generations have ascending numbers, from 1; each has one World.
   2. A World contains only members that have reported, since the previous World, that they left it.
   3. Rank 0 has the most advanced state: most steps first, then most marks since the last one, then
-     the oldest. Ranks of a host follow one another.
+     the oldest. Ranks of a host are consecutive.
 
 Every method returns the events that it causes, in order. Pure: no clock, sockets or threads.
 """
@@ -37,7 +37,7 @@ class Member:
     marks: int  # how often it has saved the script's other values since
 
     def title(self) -> str:
-        """The process in texts for people."""
+        """Describe the process in messages."""
         return f"process {self.pid} on host {self.host}"
 
 
@@ -48,7 +48,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Joined(Event):
-    """A process has come; it is in no generation yet."""
+    """A process has joined; it is in no generation yet."""
 
     uid: str
     host: str
@@ -84,7 +84,7 @@ class World(Event):
 
     @property
     def step(self) -> int:
-        """How many steps were done before it; later ones are steps of its members."""
+        """The number of steps before it; later ones are steps of its members."""
         return self.members[0].step
 
 
@@ -130,7 +130,7 @@ class _Process:
     marks: int = 0
     rank: int = -1  # in the last generation; -1: it was not in it
     newcomer: bool = True  # it has not been in any generation
-    told: bool = False  # was told to end
+    retired: bool = False  # was sent the request to end
 
     def advance(self) -> tuple[int, int, int]:
         return -self.step, -self.marks, self.order
@@ -151,11 +151,11 @@ class Generations:
     max_np: int
     number: int = 0  # of the last generation
     world: World | None = None  # the last generation
-    broken: bool = False  # it is over, though some members may not know yet
+    broken: bool = False  # it is over, though some members may not have noticed
     ended: str = ""  # why there will be no other generation
     _finished: bool = False  # a member has finished: the others may end in any number
     _expected: int | None = None
-    _came: int = 0
+    _joined: int = 0
     _processes: dict[str, _Process] = field(default_factory=dict)
     _retired: set[str] = field(default_factory=set)
 
@@ -172,8 +172,8 @@ class Generations:
         """Add a process, which must call `ready` next. ValueError: the uid is in use."""
         if uid in self._processes:
             raise ValueError(f"the uid {uid} is in use")
-        self._processes[uid] = _Process(uid, host, pid, self._came)
-        self._came += 1
+        self._processes[uid] = _Process(uid, host, pid, self._joined)
+        self._joined += 1
         if self._expected:
             self._expected -= 1
         return [Joined(uid, host, pid)]
@@ -183,8 +183,8 @@ class Generations:
 
         Parameters
         ----------
-        generation : the last one that it was in; 0: none. If it is older than the current one,
-            it never got there, and no member can.
+        generation : the last one that it was in; 0: none. If it is older than the current one, it
+            never entered the current one, which therefore cannot work.
         step, marks : the progress of its state.
         failed : it left because something failed, so the others cannot continue either.
         """
@@ -192,10 +192,10 @@ class Generations:
         events: list[Event] = []
         if process.rank >= 0 and not process.ready and (failed or generation != self.number):
             events += self._break(process.rank, f"{_name(process)} has left")
-        comes = process.rank < 0 and not process.ready
+        is_new = process.rank < 0 and not process.ready
         process.ready, process.step, process.marks = True, step, marks
         events += self._form()
-        if process.ready and comes and self._has_room_for(process):
+        if process.ready and is_new and self._has_room_for(process):
             events += self._update(ADDED)
         return events
 
@@ -214,7 +214,7 @@ class Generations:
         return [Done(uid, process.rank, status), *self._form()]
 
     def expect(self, count: int) -> list[Event]:
-        """Note how many processes have been started but have not come.
+        """Set the number of started processes that have not joined.
 
         If there are none, the first generation does not wait for `np`, only for `min_np`.
         """
@@ -222,13 +222,13 @@ class Generations:
         return self._form()
 
     def hosts_updated(self, added: Iterable[str], removed: Iterable[str]) -> list[Event]:
-        """Tell members that hosts have come and gone. A host that returns is not retired."""
-        came, gone = set(added), set(removed)
-        self._retired -= came
-        return self._update((ADDED if came else 0) | (REMOVED if gone else 0))
+        """Inform members of added and removed hosts. A host that returns is not retired."""
+        new, gone = set(added), set(removed)
+        self._retired -= new
+        return self._update((ADDED if new else 0) | (REMOVED if gone else 0))
 
     def retire(self, host: str) -> list[Event]:
-        """Admit processes of this host to no further generation: they end when they ask for one."""
+        """Exclude processes of this host from further generations: their next request ends them."""
         self._retired.add(host)
         return self._form()
 
@@ -236,7 +236,7 @@ class Generations:
     # Time
 
     def lacks(self) -> str:
-        """Return what the next generation waits for and must not wait for forever; "": nothing."""
+        """Describe the wait of the next generation, which must not last forever; "": no wait."""
         members = [each for each in self._all() if each.rank >= 0]
         over = self.broken or not members or any(each.ready for each in members)
         if self.ended or not (over if self.number else self._processes):
@@ -245,10 +245,10 @@ class Generations:
             self._is_wanted(each) and (each.ready or each.rank >= 0 or not self.number)
             for each in self._all()
         )
-        if here < self._least():
-            return "" if self._finished else f"{here} of at least {self._least()} processes"
+        if here < self._min_members():
+            return "" if self._finished else f"{here} of at least {self._min_members()} processes"
         late = self._late()
-        return f"{_name(late[0])} has not come" if late else ""
+        return f"{_name(late[0])} is not ready" if late else ""
 
     def give_up(self) -> list[Event]:
         """The wait that `lacks` describes has lasted too long."""
@@ -256,7 +256,7 @@ class Generations:
         events = self._form()
         if self.lacks():
             for each in self._late():
-                events += self.lost(each.uid, "it has not asked for a new generation in time")
+                events += self.lost(each.uid, "it has not requested a new generation in time")
         if lacking := self.lacks():
             self.ended = f"the job cannot continue with {lacking}"
             events.append(Ended(self.ended))
@@ -265,14 +265,14 @@ class Generations:
     # -----------------------------------------------------------------------------------------
 
     def rank(self, uid: str) -> int:
-        """Its rank in the current generation; -1: it is not, or no longer, in it."""
+        """Return its rank in the current generation; -1: it is not, or no longer, in it."""
         process = self._processes.get(uid)
         return -1 if process is None or process.ready else process.rank
 
     def _all(self) -> Iterable[_Process]:
         return self._processes.values()
 
-    def _least(self) -> int:
+    def _min_members(self) -> int:
         if self._finished:
             return 1
         return self.min_np if self.number or self._expected == 0 else self.np
@@ -303,14 +303,14 @@ class Generations:
         return [Updated(self.number, what)] if what and self.world is not None else []
 
     def _form(self) -> list[Event]:
-        """The next generation, if it can form now."""
+        """Form the next generation, if that is possible now."""
         events: list[Event] = []
         for each in self._all():
-            if each.ready and not each.told and not self._is_wanted(each):
-                each.told = True
+            if each.ready and not each.retired and not self._is_wanted(each):
+                each.retired = True
                 events.append(Retired(each.uid))
-        waiting = [each for each in self._all() if each.ready and not each.told]
-        if self.ended or self._late() or len(waiting) < max(self._least(), 1):
+        waiting = [each for each in self._all() if each.ready and not each.retired]
+        if self.ended or self._late() or len(waiting) < max(self._min_members(), 1):
             return events
         chosen = sorted(waiting, key=_Process.advance)[: self.max_np]
         hosts = list(dict.fromkeys(each.host for each in chosen))

@@ -1,4 +1,4 @@
-"""The addresses of this host, for others to try."""
+"""The addresses of this host, at which others may reach it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import struct
 from hororing.rendezvous import protocol
 
 _SIOCGIFADDR = 0x8915  # see netdevice(7)
-_ELSEWHERE = "192.0.2.1"  # of no host: reserved for documentation (RFC 5737)
+_ELSEWHERE = "192.0.2.1"  # never a real host: reserved for documentation (RFC 5737)
 
 
 def addresses() -> list[str]:
-    """IPv4 of every interface, then the host's name.
+    """Return the IPv4 address of every interface, then the host's name.
 
     The address of the default route comes first, not a bridge of containers, which other hosts
     cannot reach. The host's own 127.0.0.1 is the last of the numbers.
@@ -53,7 +53,7 @@ def is_own(host: str) -> bool:
 
 
 def chosen(interface: str) -> str:
-    """The address that HORORING_INTERFACE names: itself, or the IPv4 of "eth0".
+    """Return the address in HORORING_INTERFACE: itself, or the IPv4 address of "eth0".
 
     ValueError if this host has no such interface, or the interface has no such address.
     """
@@ -69,7 +69,7 @@ def chosen(interface: str) -> str:
 
 
 def reached_at(place: str = "") -> str:
-    """An address of this host for others: that of `place`, "host:port", or the first one."""
+    """Return an address of this host for others: that of `place`, "host:port", or the first one."""
     if place:
         with contextlib.suppress(OSError):
             named = socket.getaddrinfo(*protocol.parse_address(place), type=socket.SOCK_STREAM)

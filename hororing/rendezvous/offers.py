@@ -1,8 +1,8 @@
-"""How rank 0 tells other ranks where its store is, if they can only read what it publishes.
+"""How rank 0 publishes the address of its store, if other ranks can only read publications.
 
 It publishes an address, the job's name and a secret: in a file (`files`), or in torch's store
-(`torch_store`). Dead offers of earlier starts may remain: the ranks try again until they find this
-job's store, or until the deadline. Once all ranks have connected, the offer is withdrawn.
+(`torch_store`). Stale offers of earlier starts may remain, so the ranks try again until they find
+this job's store, or until the deadline. Once all ranks have connected, the offer is withdrawn.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def make(
         store.stop()
         raise
     member.at_close += [once, store.stop]
-    if not one_host:  # ranks here reach it in another way than other hosts do
+    if not one_host:  # ranks of this host reach it at another address than other hosts do
         member.local_address = own or reached_at()
     return member
 
@@ -89,9 +89,9 @@ def accept(
     timeout_s: float,
     secret: bytes = b"",
 ) -> Member:
-    """Wait for an offer, and connect. RendezvousError if that fails until the deadline.
+    """Wait for an offer, and connect. RendezvousError at the deadline.
 
-    `look` returns the present offer; or None, and why there is none.
+    `look` returns the present offer, or None and the reason.
     """
     deadline = Deadline(timeout_s)
     while True:

@@ -11,8 +11,8 @@ The second connection of a process of an elastic job then carries other data: fr
 byte at intervals as a sign of life; to it, frames of fixed size (`over`, `updated`).
 
 A proof is HMAC-SHA256 with the job's secret over the name of the proving side, both nonces and the
-whole hello. So a recorded proof is useless, towards either side. Data is not authenticated
-otherwise, and not encrypted, as with MPI, NCCL and gloo.
+whole hello, so a recorded proof is useless, towards either side. Data is neither authenticated
+otherwise nor encrypted, as with MPI, NCCL and gloo.
 
 Pure: no sockets, no clock, no environment.
 """
@@ -100,7 +100,7 @@ class Frames:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(text)  # NaN and infinity are no JSON
+    raise ValueError(text)  # NaN and infinity are not JSON
 
 
 def take(message: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
@@ -115,7 +115,7 @@ def take(message: dict[str, Any], name: str, kind: type, default: Any = None) ->
 
 @dataclass(frozen=True)
 class Hello:
-    """A member's identity, as it states it. `pid` is for people only."""
+    """A member's identity, as it states it. `pid` is only for messages."""
 
     job: str
     rank: int
@@ -133,7 +133,7 @@ class Hello:
         return {"hororing": VERSION, **asdict(self)}
 
     def title(self) -> str:
-        """The member in error texts."""
+        """Describe the member in error texts."""
         if self.uid:
             return f"the process {self.pid} on host {self.host}"
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
@@ -179,8 +179,8 @@ def new_secret() -> bytes:
 
 def proof(secret: bytes, side: str, store_nonce: str, hello: Hello) -> str:
     """Return the proof that `side` (STORE or MEMBER) knows the secret, for this connection."""
-    told = _text({"side": side, "store": store_nonce, "hello": hello.message()})
-    return hmac.new(secret, told, hashlib.sha256).hexdigest()
+    signed = _text({"side": side, "store": store_nonce, "hello": hello.message()})
+    return hmac.new(secret, signed, hashlib.sha256).hexdigest()
 
 
 def is_proof(claimed: Any, secret: bytes, side: str, store_nonce: str, hello: Hello) -> bool:
@@ -194,18 +194,18 @@ def is_proof(claimed: Any, secret: bytes, side: str, store_nonce: str, hello: He
 
 
 def over(generation: int, rank: int, why: str) -> bytes:
-    """Say that this generation is over; `rank` is to blame."""
+    """Return the frame for the end of this generation; `rank` is to blame."""
     text = why.encode()[: _OVER_BYTES - 1].decode(errors="ignore").encode()
     return _FRAME.pack(1, rank, generation, 0, 0, text)
 
 
 def updated(generation: int, stamp: int, what: int) -> bytes:
-    """Say when, and what, has changed of hosts and processes since this generation began."""
+    """Return the frame for changes of hosts and processes since this generation began."""
     return _FRAME.pack(2, -1, generation, stamp, what, b"")
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Read ``host:port``, ``1.2.3.4:port`` or ``[::1]:port``. ValueError says what is wrong."""
+    """Read ``host:port``, ``1.2.3.4:port`` or ``[::1]:port``. ValueError with the problem."""
     found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:\s/]+)):(\d{1,5})", text)
     if found is None or not 0 < int(found[3]) < 2**16:
         raise ValueError(f"{text!r} is not an address: write host:port or [IPv6 address]:port")
@@ -218,7 +218,7 @@ def show_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this host can be meant."""
+    """Whether only processes of this host can connect to it."""
     if host == "localhost":
         return True
     try:
@@ -228,7 +228,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_secret(secret: bytes, host: str, insecure: bool) -> None:
-    """ValueError where there is no secret, and others than this host's processes might get in."""
+    """ValueError if there is no secret and processes of other hosts might be admitted."""
     if not secret and not insecure and not is_loopback(host):
         raise ValueError(
             f"the job has no secret, and the address {host!r} is not of this host alone: give "

@@ -1,8 +1,8 @@
 """The base of every store: a server that admits peers that know the job's secret.
 
-A peer that has not proved yet that it knows the secret gets 3 s, 4 KiB, and one of 64 places.
-Others wait in the kernel's queue. While some wait, a peer loses its place after a while, and sooner
-if it has sent nothing. So neither half-open connections nor garbage cost a member anything.
+A peer that has not yet proved that it knows the secret gets 3 s, 4 KiB and one of 64 places. Others
+wait in the kernel's queue. While some wait, a peer loses its place after a while, and sooner if it
+has sent nothing. Half-open connections and garbage therefore do not harm members.
 
 Everything runs in one event loop: that of the caller (`open`, `close`), or of a thread of the store
 (`start_thread`, `stop`).
@@ -36,10 +36,10 @@ _AGAIN_S = 0.1
 
 
 class Refusal(Exception):
-    """Why a process is not let in, for it to be told."""
+    """Why a process is not admitted; the text is sent to it."""
 
     def __init__(self, text: str, again: bool = False) -> None:
-        """`again`: it may try again, since this store will end and another one come."""
+        """`again`: it may try again, because another store will replace this one."""
         super().__init__(text)
         self.again = again
 
@@ -59,24 +59,24 @@ class Peer:
     hello: Hello
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    done: int | None = None  # status, once it has been said
+    done: int | None = None  # status, once it was reported
     deadlines: set[asyncio.TimerHandle] = field(default_factory=set)
 
     def send(self, frame: bytes) -> None:
-        """Send it some time, if the connection still is there. Never blocks."""
+        """Send it later, if the connection is still open. Never blocks."""
         if not self.writer.is_closing():
             self.writer.write(frame)
 
 
 class Server:
-    """The server of one job. What its members may ask for, subclasses know.
+    """The server of one job. Subclasses define the requests of its members.
 
     Parameters
     ----------
     job : its name; members of other jobs are refused.
     secret : of `protocol.new_secret`; b"" admits every peer, and is a ValueError unless `host` is a
         loopback address or `insecure`.
-    host : address to listen on; "": all of this host, IPv4 and IPv6.
+    host : address to listen on; "": all addresses of this host, IPv4 and IPv6.
     port : 0 for a free one.
 
     Attributes
@@ -105,15 +105,15 @@ class Server:
     # Implemented by subclasses; called in the event loop
 
     def _members(self) -> list[Peer]:
-        """Whose last words must get out before the store ends."""
+        """Return the peers whose last messages must be sent before the store ends."""
         raise NotImplementedError
 
     def _enter(self, peer: Peer) -> None:
-        """Admit and welcome a peer that has proved that it belongs to the job; or Refusal."""
+        """Admit and welcome a peer that has proved that it belongs to the job; or raise Refusal."""
         raise NotImplementedError
 
     async def _serve_member(self, peer: Peer) -> None:
-        """Until it says that it is done, or its connection ends."""
+        """Serve a member until it reports its end, or its connection ends."""
         while peer.done is None:
             self._answer(peer, await read(peer.reader, protocol.MAX_BYTES))
 
@@ -129,19 +129,19 @@ class Server:
     # Life
 
     def listen(self) -> None:
-        """Bind and listen. OSError where the address is in use, or is not of this host."""
+        """Bind and listen. OSError if the address is in use, or is not of this host."""
         self._listener = _listen(self.host, self.port)
         keep_from_children(self._listener)
         self.port = self._listener.getsockname()[1]
 
     async def open(self) -> None:
-        """Let members in from now on."""
+        """Admit members from now on."""
         if self._listener is None:
             self.listen()
         self._accepting = asyncio.ensure_future(self._accept())
 
     async def close(self) -> None:
-        """End every connection, and listen no more."""
+        """Close every connection, and stop listening."""
         self._closing = True
         writers = [peer.writer for peer in self._members()]
         while tasks := [
@@ -152,14 +152,14 @@ class Server:
             # Then again: wait_for of Python 3.11 forgets it if its result comes at the same time.
             await asyncio.wait(tasks, timeout=_AGAIN_S)
         closed = [asyncio.ensure_future(writer.wait_closed()) for writer in writers]
-        if closed:  # what they were told last must still reach them
+        if closed:  # the last messages must still reach them
             await asyncio.wait(closed, timeout=_CLOSE_S)
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
     def start_thread(self) -> None:
-        """Open it in a thread of its own; returns when members can connect."""
+        """Open it in its own thread; returns when members can connect."""
         if self._listener is None:
             self.listen()
         loop = asyncio.new_event_loop()
@@ -245,8 +245,8 @@ class Server:
             await self._serve_member(peer)
         except Refusal as refusal:
             with contextlib.suppress(ValueError):
-                told = {"refused": str(refusal), "again": refusal.again}
-                writer.write(protocol.encode(told))
+                answer = {"refused": str(refusal), "again": refusal.again}
+                writer.write(protocol.encode(answer))
         except (ProtocolError, OSError, EOFError, asyncio.TimeoutError):
             pass
         finally:

@@ -1,9 +1,9 @@
 """The server: the ranks of a job, and the few texts that they exchange.
 
-A connection is a membership: when it ends and the member has not said DONE, the rank is lost. Then
-ranks that wait for it are told, and so are ranks that would wait later. Keys live under a
-generation; there is one here, 0 (`elastic_store` has more). Nothing polls: a GET or a GATHER is
-answered when it can be, or at its deadline.
+A connection is a membership: if it ends before the member has sent DONE, the rank is lost, and
+ranks that wait for it, now or later, get an error. Keys belong to a generation; here there is only
+generation 0 (`elastic_store` has more). Nothing polls: a GET or a GATHER is answered when that is
+possible, or at its deadline.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from hororing.rendezvous.server import Peer, Refusal, Server
 
 
 class Store(Server):
-    """The server of one job of `size` ranks that come once.
+    """The server of one job of `size` ranks, each of which connects once.
 
     Parameters
     ----------
     job, secret, host, port, insecure : as those of `Server`.
-    size : how many ranks there are.
-    one_start : it ends with the processes of this start, since one of them has it: a rank that has
-        ended does not come again, and a process that claims its rank is of a later start.
-    when_complete : called once, when all ranks are in and before any of them is told anything.
+    size : the number of ranks.
+    one_start : the store ends with the processes of this start, because one of them runs it. A
+        process that claims the rank of an ended one belongs to a later start.
+    when_complete : called once, when all ranks are connected and before any of them gets an answer.
 
     Attributes
     ----------
     port : where it listens, once it is open.
-    statuses : what ranks have said with DONE.
-    lost : ranks whose connection ended without that, and what is said of them.
+    statuses : the exit statuses that ranks have sent with DONE.
+    lost : ranks whose connection ended without DONE, with an error text.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Finds the store through torch's store (TCPStore), which torchrun's workers share.
 
-Rank 0 leaves its offer (hororing/rendezvous/offers.py) under a key there, and removes it when all
-ranks are in. Torch's store has no access control: until then, every process that can reach its port
-can read the job's secret, unless the user has given one. If no agent has that store, rank 0 opens
-it for that time, as `init_process_group` would, which may be called before or after.
+Rank 0 stores its offer (hororing/rendezvous/offers.py) under a key there, and removes it when all
+ranks are connected. Torch's store has no access control: until then, every process that can reach
+its port can read the job's secret, unless the user has set one. If no agent serves that store, rank
+0 opens it for that time, as `init_process_group` would, which may be called before or after.
 
 The only module beside the adapters that imports torch: on demand.
 """
@@ -50,11 +50,11 @@ def meet(
 ) -> Member:
     """Find the other ranks by torch's store at `address`.
 
-    Blocks until this job's store is there, for at most `timeout_s`.
+    Blocks until this job's store is found, for at most `timeout_s`.
 
     Parameters
     ----------
-    job : name of the job, to which rank 0 adds what tells this start from others.
+    job : name of the job, to which rank 0 adds a random part for this start.
     secret : of the job, which all ranks know; b"": a new one.
     one_host : all ranks are of one host.
     makes_store : if no store listens at `address`, rank 0 opens torch's store itself.
@@ -75,12 +75,12 @@ def meet(
 
 
 def meet_in(store: Any, *, rank: int, size: int, timeout_s: float) -> Member:
-    """Find the other ranks by a store of torch's that all have, each its own object.
+    """Find the other ranks through a store of torch that they share, each by its own object.
 
-    Blocks until all have come. RendezvousError: not within `timeout_s`.
+    Blocks until all have called it. RendezvousError: not within `timeout_s`.
     """
     board, deadline = _Shared(store), Deadline(timeout_s)
-    board.tell_host(rank)
+    board.publish_host(rank)
     if rank != 0:
         return _accept(board, rank, size, deadline, b"")
     one_host = board.all_on_one_host(size, deadline)
@@ -129,16 +129,16 @@ class _Board:
         self._store: Any = None
 
     def look(self) -> tuple[Offer | None, str]:
-        """The offer; None, and why there is none."""
+        """Return the offer; or None, and the reason."""
         try:
             found = _bounded(self._get)
-            return (offers.parse(found), "") if found else (None, "rank 0 has not come")
+            return (offers.parse(found), "") if found else (None, "rank 0 has not published it")
         except (OSError, RuntimeError, ProtocolError) as error:
             self._store = None
             return None, f"{self._name}: {_first_line(error)}"
 
     def publish(self, offer: Offer) -> str | None:
-        """Leave it there; else why that is not possible."""
+        """Store the offer; return the error text if that is not possible."""
         try:
             _bounded(lambda: self._open().set(_KEY, json.dumps(offer)))
         except (OSError, RuntimeError) as error:
@@ -147,7 +147,7 @@ class _Board:
         return None
 
     def withdraw(self) -> None:
-        """Remove it, and close. From any thread; nothing is raised."""
+        """Remove the offer, and close. Any thread; raises nothing."""
         store = self._store
         if store is not None:
             with contextlib.suppress(OSError, RuntimeError):
@@ -155,7 +155,7 @@ class _Board:
         self.close()
 
     def close(self) -> None:
-        """End the connection, and torch's store too where this process alone has made it."""
+        """Close the connection, and torch's store if nothing else here uses it."""
         self._store = None
 
     def _get(self) -> bytes:
@@ -172,7 +172,7 @@ class _Board:
             if not self._makes_store:
                 raise
             makes = True
-        # Several in one process at one port share a server: later init_process_group's.
+        # Several in one process at one port share a server, also with a later init_process_group.
         self._store = self._torch.TCPStore(
             *self._place, is_master=makes, multi_tenant=makes, wait_for_workers=False,
             timeout=timedelta(seconds=_ANSWER_S),
@@ -191,13 +191,13 @@ class _Shared(_Board):
         self._store = self._given
         return self._store
 
-    def tell_host(self, rank: int) -> None:
+    def publish_host(self, rank: int) -> None:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         with contextlib.suppress(OSError, RuntimeError):  # then rank 0 waits for it in vain
             _bounded(lambda: self._given.set(f"{_HOST}{rank}", f"{socket.gethostname()} {boot}"))
 
     def all_on_one_host(self, size: int, deadline: Deadline) -> bool:
-        """Block until all have told theirs."""
+        """Whether all ranks are on one host. Blocks until all have published theirs."""
         keys = [f"{_HOST}{rank}" for rank in range(size)]
         try:
             while not _bounded(lambda: self._given.check(keys)):
@@ -217,9 +217,9 @@ class _Shared(_Board):
 
 
 def _bounded(call: Callable[[], T]) -> T:
-    """Return the result of a call into torch. TimeoutError if there is none: torch waits for ever.
+    """Return the result of a call into torch. TimeoutError if torch waits for too long.
 
-    Its own limit does not hold once it is connected, and Ctrl-C does not interrupt it.
+    Torch's own limit does not work once it is connected, and Ctrl-C does not interrupt it.
     """
     results: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 

@@ -230,7 +230,7 @@ def test_the_file_of_a_directory_is_the_users_alone(tmp_path: Path):
     with pytest.raises(RendezvousError, match=r"belongs to a running job .*another HORORING_JOB"):
         files.serve(str(tmp_path), job="j", size=2, timeout_s=30)
     path.chmod(0o644)  # as somebody else might have put it there
-    with pytest.raises(RendezvousError, match="is not this user's alone"):
+    with pytest.raises(RendezvousError, match="is accessible to other users"):
         files.join(str(tmp_path), job="j", rank=1, size=2, timeout_s=0.05)
     one.done()
     assert not path.exists()

@@ -164,7 +164,7 @@ def test_a_member_that_does_not_come_is_taken_for_dead_at_last():
     job = Generations(2, 1, 2)
     came(job, "x", "y")
     again(job, "x")
-    assert job.lacks() == "rank 1 (host a, pid 1) has not come"
+    assert job.lacks() == "rank 1 (host a, pid 1) is not ready"
     events = job.give_up()
     assert isinstance(events[0], Lost)
     assert uids(events) == ["x"]
