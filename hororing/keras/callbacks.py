@@ -17,15 +17,15 @@ from hororing.runtime import size
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Lets all ranks start with the weights and optimizer variables of one rank, and checks them.
+    """Broadcasts one rank's weights and optimizer variables, and checks that gradients are reduced.
 
-    A model that is already built is broadcast before the first batch. Otherwise the broadcast comes
-    after that batch: ranks start with different weights, but continue with the same ones. Each rank
-    keeps the states of its random generators (for example of dropout layers).
+    A model that is already built is broadcast before the first batch. Otherwise the broadcast
+    follows that batch: ranks start with different weights, but continue with the same ones. Each
+    rank keeps the states of its random generators (for example of dropout layers).
 
     Parameters
     ----------
-    root_rank : the rank whose values all ranks get.
+    root_rank : the rank whose values are sent.
     device : accepted for Horovod's sake; no effect.
     local_variables : variables to leave out, as `register_local_var` does.
 

@@ -2,10 +2,10 @@
 
 Keras calls an optimizer only through `apply` (TensorFlow, torch) or `stateless_apply` (JAX); both
 are overridden here. Reduced gradients go to the optimizer's own methods, so clipping, unscaling,
-the test for infinities, Keras' own accumulation of gradients and schedules see the same as in one
-process with the whole batch.
+the test for infinities, Keras' own accumulation of gradients and schedules work as in one process
+with the whole batch.
 
-Source of op=Adasum, which reduces what the optimizer changed instead: S. Maleki et al., "Scaling
+Source of op=Adasum, which reduces the changes of variables instead: S. Maleki et al., "Scaling
 distributed training with adaptive summation", 2020, arXiv:2006.02924.
 """
 
@@ -67,7 +67,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
 
     @property
     def stepper(self) -> Stepper | None:
-        """For an elastic state. None: ranks do not take steps together, or that is unknown.
+        """For an elastic state. None: ranks do not take steps together, as far as known.
 
         Sub-classes also change variables in other ways.
         """
@@ -87,7 +87,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
 
     @property
     def weight(self) -> Any:
-        """How much this rank counts in the average of gradients, for example its number of samples.
+        """The weight of this rank in the average of gradients, such as its number of samples.
 
         A number, or a tensor, or a function without arguments that returns one; the train step
         calls it for each update.
@@ -240,7 +240,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a similar optimizer, as Keras does: without variables so far. Also distributed."""
+        """Return a similar distributed optimizer, without variables yet, as Keras does."""
         return type(self).from_config(self.get_config())
 
     # -- the parts of an update -----------------------------------------------------------------
@@ -309,7 +309,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
     ) -> list[Any]:
         """Reduce values that are not gradients but replace their variables: scales of float8.
 
-        As when Keras accumulates them, the largest counts.
+        The result is the maximum, as when Keras accumulates them.
         """
         results = list(grads)
         maxima = [
@@ -359,7 +359,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         return {self._var_key(variable) for variable in (*state.local_variables, *layers)}
 
     def _names(self, variables: Sequence[Any]) -> list[str]:
-        """Names that are equal on all ranks, however Keras has numbered: by place, and readable."""
+        """Return readable names by place, equal on all ranks regardless of Keras' numbers."""
         return [
             f"{self._settings.name}/{self._get_variable_index(variable)}."
             f"{str(variable.name).partition(':')[0].rpartition('/')[2]}"
@@ -440,11 +440,11 @@ def wrapped(
         "__doc__": base.__doc__,
         "_settings": settings,
         "apply": backend().not_rewritten(Distributed.apply),
-        # Keras writes this class into files, which then load without us; `isinstance` and
-        # `type` see the real one.
+        # Keras writes this class into files, which then load without hororing; `isinstance` and
+        # `type` use the real one.
         "__class__": property(lambda self: base),
     }
-    # Not through Keras' __setattr__, which would compare classes first.
+    # Bypasses Keras' __setattr__, which would compare classes first.
     object.__setattr__(optimizer, "__class__", type(base.__name__, (mixin, base), namespace))
     optimizer._become_distributed(tuple(local_layers))
     return optimizer

@@ -1,4 +1,4 @@
-"""Values from and to all ranks, outside of training: NumPy arrays and numbers, and variables."""
+"""Collectives on values outside of training: NumPy arrays, numbers and variables."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
-    """Give Keras variables of all ranks the values that those of rank `root_rank` have.
+    """Overwrite the Keras variables of all ranks with those of rank `root_rank`.
 
     The same variables on every rank, in the same order, such as ``model.weights`` or
     ``optimizer.variables``; build both before.
@@ -94,7 +94,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
     handles, arrays = [], []
     for number, variable in enumerate(variables):
         array = np.array(ops.convert_to_numpy(variable))
-        # Random states are unsigned, weights may have 8 bits: those travel as bytes.
+        # Random states are unsigned, and weights may have 8 bits: these are sent as bytes.
         known = array.dtype.name in DTYPES
         sent = array if known else np.frombuffer(bytearray(array.tobytes()), np.uint8)
         handles.append(hvd.broadcast_async_(sent, root_rank, name=f"{prefix}.{number}"))

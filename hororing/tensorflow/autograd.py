@@ -5,7 +5,7 @@ share. That of an allgather is averaged, and each rank takes its own rows. That 
 averaged on the root and zero elsewhere. Rows of an alltoall go back to their senders; those of a
 reducescatter are gathered.
 
-Arguments are already checked here, and tensors are those that are sent, for example compressed.
+Arguments have been checked, and tensors are as they are sent, for example compressed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Call(NamedTuple):
         return (*whole, *results[len(whole) :])
 
     def backward(self, **changes: Any) -> Call:
-        """Ask the same of the gradients."""
+        """Return the same call for the gradients."""
         return self._replace(name=f"{self.name}.grad", **changes)
 
 
@@ -77,7 +77,7 @@ def _recorded(
             together = list(tensors)
             for index, tensor in zip(smooth, given, strict=True):
                 together[index] = tensor
-            # In eager mode a ForwardAccumulator would look at the operations within, too.
+            # In eager mode a ForwardAccumulator would also record the operations within.
             with stop_recording() if tf.executing_eagerly() else nullcontext():
                 results = forward(together)
             recorded_results = [at for at, result in enumerate(results) if _is_smooth(result)]
@@ -162,7 +162,7 @@ def broadcast(call: Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]
 def alltoall(
     call: Call, splits: tf.Tensor | None, tensors: Sequence[tf.Tensor]
 ) -> tuple[tf.Tensor, ...]:
-    """Exchange rows; with how many came from each rank."""
+    """Exchange rows; also return the number of rows from each rank."""
     (tensor,) = tensors
     received_splits: list[tf.Tensor] = []
 

@@ -33,7 +33,7 @@ class BF16Compressor(_Cast):
 
 
 class Compression(metaclass=WithoutState):
-    """The compressors there are.
+    """The available compressors.
 
     >>> optimizer = hvd.DistributedOptimizer(
     ...     keras.optimizers.SGD(0.1), compression=hvd.Compression.fp16

@@ -52,7 +52,7 @@ class TensorFlowState(VariablesState):
     Parameters
     ----------
     variables : the same on every rank; None: the global variables of a graph of TensorFlow 1.
-    session : of TensorFlow 1, in which they live; None: the default session, if there is one.
+    session : the TensorFlow 1 session of the variables; None: the default session, if there is one.
     kwargs : the objects by name, which become attributes.
     """
 
@@ -93,8 +93,8 @@ class TensorFlowKerasState(ModelState):
 
     Parameters
     ----------
-    model : it must be built.
-    optimizer : None: that of the compiled model, if it is.
+    model : must be built.
+    optimizer : None: that of the compiled model, if any.
     backend : Horovod's; no effect.
     kwargs : the objects by name.
 

@@ -1,4 +1,4 @@
-"""Reducing the gradients of one step: what tapes and optimizers share.
+"""Reducing the gradients of one step, for tapes and optimizers.
 
 All gradients of a call are one `carry_out`: in a graph each is sent as soon as it is computed, and
 one operation waits for all of them.
@@ -71,8 +71,8 @@ def variable_name(variable: Any) -> str:
 def unique_names(prefix: str, sources: Iterable[Any]) -> list[str]:
     """Names of requests for `sources`, in their order, equal on all ranks that have the same.
 
-    Without the numbers that Keras gives layers, which differ where a rank has made more of them:
-    one that has loaded a model, say.
+    Omits the numbers that Keras gives layers. They differ if a rank has made more layers, for
+    example by loading a model.
     """
     seen: Counter[str] = Counter()
     names = []
@@ -106,8 +106,8 @@ def reduce_gradients(
     keys : `variable_key` of each gradient's variable, for groups given as lists and for `local`.
     local : keys of variables whose gradients are not reduced, but divided by the number of ranks
         if `scale_local` is set: then they weigh as much as averaged ones.
-    weight : how much the others count on this rank, a number or a tensor of one element. None: as
-        much as on every rank.
+    weight : the weight of this rank's other gradients, a number or a tensor of one element. None:
+        equal weights.
     """
     results = [
         _checked_sparse(each, name, options) if isinstance(each, tf.IndexedSlices) else each
@@ -168,7 +168,7 @@ class _Sparse(NamedTuple):
 
 
 class _Plan:
-    """The requests of a step's gradients, and where their results go."""
+    """The requests of a step's gradients, and the places of their results."""
 
     def __init__(self, options: Reduction, weight: tf.Tensor | None) -> None:
         self.options = options
@@ -245,7 +245,7 @@ class _Plan:
 
 
 def _bundled(gradients: Sequence[_Dense]) -> list[list[_Dense]]:
-    """Join small neighbours, from the last one on: backward makes them in that order."""
+    """Join small neighbours, from the last one on: backward computes them in that order."""
     bundles: list[list[_Dense]] = []
     room = 0
     for each in reversed(gradients):

@@ -1,8 +1,8 @@
-"""Names of requests for TensorFlow code that gives none.
+"""Default names of requests for TensorFlow.
 
 In eager mode calls are counted, as everywhere. While a graph is built, the name consists of the
-graph's own name (that of the traced function) and a count within it. Another trace, which ranks may
-do at different times, gives the same names.
+graph's own name (that of the traced function) and a count within it. A retrace, which may happen at
+different times on each rank, gives the same names.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def request_name(verb: str, name: str | None, process_set: ProcessSet) -> str:
 
 
 def unique_in_graph(name: str, process_set: ProcessSet) -> str:
-    """`name`, with a number if the graph that is being built has a request of this name before.
+    """Return `name`, with a number if the present graph already has a request of this name.
 
-    A persistent tape makes the same gradients twice, say. They may be in flight together.
+    For example, a persistent tape may compute the same gradients twice, and both may be in flight.
     """
     _, number = _count(name, check_member(process_set, name))
     return name if number == 1 else f"{name}.{number}"

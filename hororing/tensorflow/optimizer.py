@@ -67,10 +67,10 @@ def DistributedOptimizer(
 ) -> Any:
     """Make `optimizer` reduce its gradients over all ranks, and return it.
 
-    An optimizer of Keras becomes what `hororing.tensorflow.keras.DistributedOptimizer` makes of it:
-    see there for the arguments. One of tf.compat.v1.train reduces in `compute_gradients`; it takes
+    For an optimizer of Keras, this calls `hororing.tensorflow.keras.DistributedOptimizer`: see
+    there for the arguments. One of tf.compat.v1.train reduces in `compute_gradients`; it takes
     neither op=Adasum nor backward_passes_per_step. `use_locking`, `device_dense` and
-    `device_sparse` are Horovod's, of no effect here.
+    `device_sparse` are Horovod's and have no effect.
 
     Raises
     ------

@@ -1,6 +1,6 @@
-"""Loads the operations that csrc/tensorflow registers with TensorFlow, when it is imported.
+"""Loads, on import, the operations that csrc/tensorflow registers with TensorFlow.
 
-From then on TensorFlow can load a SavedModel that holds them, too.
+From then on TensorFlow can also load a SavedModel that contains them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The seam between TensorFlow and the core: requests in, result tensors out.
+"""The boundary between TensorFlow and the core: requests in, result tensors out.
 
 All requests of one `carry_out` are in flight together, and the rest of the graph continues
 meanwhile: each is submitted as soon as its tensors exist, and one operation waits for all. Eager
@@ -52,19 +52,19 @@ class Request(NamedTuple):
         return [*dtypes, tf.int32] if self.collective == ALLTOALL else dtypes
 
     def result_shapes(self) -> list[tf.TensorShape]:
-        """Return what is known of the results' shapes before they are complete."""
+        """Return the shapes of the results as far as they are known in advance."""
         shapes = [tensor.shape for tensor in self.tensors]
         if self.collective in (ALLREDUCE, BROADCAST):
             return shapes
         rank, size = rank_and_size(self.process_set)
-        changes = membership.is_elastic()  # then a graph lives longer than the number of ranks
+        changes = membership.is_elastic()  # the number of ranks may change while a graph lives
         return [
             *(self._rows(shape, rank, 0 if changes else size) for shape in shapes),
             *([tf.TensorShape([None if changes else size])] if self.collective == ALLTOALL else []),
         ]
 
     def _rows(self, shape: tf.TensorShape, rank: int, size: int) -> tf.TensorShape:
-        if not shape.rank:  # unknown, or wrong, which the core says
+        if not shape.rank:  # unknown, or wrong, which the core reports
             return tf.TensorShape(None)
         known = size and self.collective == REDUCESCATTER and shape[0] is not None
         return tf.TensorShape([rows_of(shape[0], size, rank) if known else None]) + shape[1:]
@@ -99,9 +99,9 @@ def _regrouped(requests: Sequence[Request], flat: Iterator[tf.Tensor]) -> list[l
 def _in_graph(requests: Sequence[Request]) -> list[tf.Tensor]:
     token = _token()
     handles = [_submit(token, each) for each in requests]
-    # Waits of a graph run one after the other, in program order. TensorFlow makes sure of that, and
-    # keeps calls of functions with such operations in order, except in functions that a tape makes:
-    # two calls of one would use the same names at once.
+    # Waits of a graph run one after the other, in program order. TensorFlow ensures that, and keeps
+    # calls of functions with such operations in order, except in functions that a tape makes:
+    # there, two calls would use the same names at once.
     graph = tf.compat.v1.get_default_graph()
     name = getattr(graph, "name", "")  # graphs of sessions have none
     if not name.startswith("__backward_") or graph._add_control_dependencies:
@@ -119,7 +119,7 @@ def _token() -> tf.Tensor:
     would wait for earlier ones, and so would ranks for each other if their orders differ.
     """
     graph = tf.compat.v1.get_default_graph()
-    # A branch or a loop of TensorFlow 1 is part of its graph, and its tensors stay within it.
+    # A branch or a loop of TensorFlow 1 is part of its graph, but its tensors stay within it.
     context = graph._get_control_flow_context()
     for token in graph.get_collection("hororing_step"):
         if token.graph is graph and token.op._get_control_flow_context() is context:
@@ -181,7 +181,7 @@ def _constant(value: Any, dtype: tf.DType) -> tf.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _kept(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """Return an eager constant; to make one costs a good part of what a call does."""
+    """Return an eager constant; making one would cost a large part of a call."""
     with tf.device("CPU:0"):
         return tf.constant(value, dtype)
 
@@ -196,9 +196,9 @@ _FAILURE: Final = re.compile(r"\w+Error: (.*?) \[hororing (\d+) (-?\d+)\]", re.D
 
 
 def convert_error(error: Exception) -> Exception | None:
-    """Return what an error of TensorFlow is in Python, if it comes from the core.
+    """Convert an error of TensorFlow to ours; None if it is not from the core.
 
-    csrc/tensorflow/kernels.cc writes the text, to which graphs add where it happened.
+    csrc/tensorflow/kernels.cc writes the text; graphs add the location.
     """
     if not isinstance(error, tf.errors.OpError) or isinstance(error, errors.HororingInternalError):
         return error
@@ -210,7 +210,7 @@ def convert_error(error: Exception) -> Exception | None:
 
 
 def _convert_error(call: Callable[[], T]) -> T:
-    """Raise the core's failure as what it is in Python."""
+    """Raise the core's failure as our exception."""
     try:
         return call()
     except (tf.errors.OpError, ValueError) as error:  # the latter of the wait

@@ -14,7 +14,7 @@ from hororing.tensorflow.gradients import step_prefix, unique_names
 from hororing.tensorflow.requests import Request, carry_out
 from hororing.tensorflow.tensors import checked_tensor
 
-# The states of random generators: these travel as numbers of the same bits.
+# Types of random generators' states, which are sent as signed numbers with the same bits.
 _SIGNED: Final = {tf.uint32: tf.int32, tf.uint64: tf.int64}
 
 
@@ -24,7 +24,7 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> Any:
-    """Give the variables of all ranks the values that those of rank `root_rank` have.
+    """Overwrite the variables of all ranks with those of rank `root_rank`.
 
     The result is None in eager mode, and an operation in a graph of TensorFlow 1.
 
@@ -122,7 +122,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
 
     Parameters
     ----------
-    root_rank : whose values count.
+    root_rank : the rank whose values are sent.
     device : accepted for Horovod's sake; no effect.
     """
 

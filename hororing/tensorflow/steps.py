@@ -1,4 +1,4 @@
-"""Steps of an elastic job that TensorFlow takes, in a graph or eagerly: hororing.elastic.steps."""
+"""Counts the steps of elastic training in TensorFlow: see hororing.elastic.steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TAKEN: Final = [0, 0, 0, 1]
 
 
 class CountedSteps:
-    """Counts the steps of one optimizer in a variable, since a graph does not call Python.
+    """Counts the steps of one optimizer in a variable, because a graph does not call Python.
 
     Is both the `Stepper` of a state and the `Counter` of its steps.
 
@@ -76,7 +76,7 @@ class CountedSteps:
 
     @property
     def agrees(self) -> bool:
-        """Whether the gradients are those of all ranks, as far as known."""
+        """Whether the gradients are reduced over all ranks, as far as known."""
         return not self._by_tape or tape.reduced_over_all_ranks()
 
     def begin(self, owed: int) -> None:

@@ -50,7 +50,7 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
     fused : False; Horovod's argument. A fused kernel computes the moments of one rank.
     process_set : the ranks that share statistics. A saved layer holds their numbers.
     group_size : divide `process_set` into groups of this many consecutive ranks. It must divide the
-        size of the set; 1 means no communication. docs/large_batch.md says how to choose it.
+        size of the set; 1 means no communication. See docs/large_batch.md for the choice.
     **kwargs : of keras.layers.BatchNormalization. `name` is also that of the requests: equal on all
         ranks.
 
@@ -98,8 +98,8 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
             mask = tf.broadcast_to(mask, tf.shape(inputs))
         mean, variance, count = self._whole_batch(inputs, mask, group)
         if mask is not None:
-            # Keras divides by count + epsilon where there is a mask, and so has no moments of
-            # nothing, but zeros.
+            # With a mask, Keras divides by count + epsilon, so the moments of an empty batch are
+            # zeros.
             share = count / (count + keras.backend.epsilon())
             mean, variance = share * mean, share * (variance + tf.square((1 - share) * mean))
         return mean, variance
@@ -195,7 +195,7 @@ def _local_statistics(values: tf.Tensor, mask: tf.Tensor | None, axes: Sequence[
     divisor = tf.maximum(count, 1)
     mean = sums / tf.cast(divisor, values.dtype)
     deviations = _masked(values - mean, mask)
-    # The mean was rounded. What the deviations sum up to corrects both (the corrected two-pass
+    # The mean was rounded. The sum of the deviations corrects both (the corrected two-pass
     # algorithm of the same authors).
     squares = tf.cast(total(tf.square(deviations)), tf.float64)
     rest, divisor = tf.cast(total(deviations), tf.float64), tf.cast(divisor, tf.float64)
@@ -210,7 +210,7 @@ def _masked(tensor: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
 
 @tf.custom_gradient  # type: ignore[untyped-decorator]
 def _differentiated(tensor: tf.Tensor) -> Any:
-    """Return a gradient that has none itself: it would have to be communicated, too."""
+    """Return a gradient without second-order gradients, which would need communication, too."""
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
         problem = (

@@ -22,7 +22,7 @@ from hororing.tensorflow.tensors import check_devices, checked_weight
 
 
 class _Seen:
-    """What tapes of this process have done."""
+    """A record of the tapes of this process."""
 
     over_all_ranks = False
 
@@ -50,7 +50,7 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
     ) -> Any:
         """Return the gradients of `target`, reduced, in the structure of `sources`.
 
-        Gradients that are None stay None: ranks must agree on which. With `use_generic_names`
+        Gradients that are None stay None; they must be None on all ranks. With `use_generic_names`
         requests are named after positions, not after variables. The result is not differentiable.
         """
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)

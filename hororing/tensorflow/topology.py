@@ -1,4 +1,4 @@
-"""The topology, asked when the graph runs, not when it is built: an elastic job changes it."""
+"""The topology, queried when the graph runs, not when it is built: an elastic job changes it."""
 
 from __future__ import annotations
 

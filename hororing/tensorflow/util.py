@@ -26,7 +26,7 @@ def vars_to_refs(vars: Any) -> Any:  # Horovod's name
 
 
 def refs_to_vars(refs: Any) -> Any:
-    """Replace references by the variables that they stand for."""
+    """Replace references by their variables."""
     if isinstance(refs, (list, tuple)):
         return [refs_to_vars(each) for each in refs]
     return refs.deref()
@@ -44,7 +44,7 @@ def check_num_rank_power_of_2(num_rank: int) -> bool:
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
-    """Return the operation that `op` and the deprecated `average` ask for together."""
+    """Return the operation for `op` and the deprecated `average`."""
     return arguments.choose_op(op, average)
 
 

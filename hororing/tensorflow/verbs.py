@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _without_autograph(function: F) -> F:
-    """Spare AutoGraph the search for Python conditionals on tensors: there are none here."""
+    """Exclude a function without Python conditionals on tensors from AutoGraph."""
     return tf.autograph.experimental.do_not_convert(function)  # type: ignore[no-any-return]
 
 
@@ -83,11 +83,11 @@ def allreduce(
         when omitted.
     process_set : the ranks that take part; all of the job when omitted.
     device_dense, device_sparse, ignore_name_scope : accepted for Horovod's sake; no effect.
-    weight : with op=Average, of floats: how much this rank's tensor counts, its number of samples,
-        for example; a number, or a tensor of one element. The result is the sum of the ranks'
-        tensors times their weights, divided by the sum of the weights. What a rank with weight 0
-        passes does not matter; where all weights are 0 the result is 0. All ranks pass a weight, or
-        none does. A weight that is negative or not finite is a ValueError on every rank.
+    weight : with op=Average, of floats: the weight of this rank's tensor, such as its number of
+        samples; a number, or a tensor of one element. The result is the sum of the ranks' tensors
+        times their weights, divided by the sum of the weights. Tensors of weight 0 are ignored; if
+        all weights are 0 the result is 0. Either all ranks pass a weight, or none does. A weight
+        that is negative or not finite is a ValueError on every rank.
 
     Examples
     --------
@@ -152,7 +152,7 @@ def averaged_slices(
 ) -> tf.IndexedSlices:
     """Return gathered slices; divided by the number of ranks if op is Average."""
     if op == Average:
-        # A graph of an elastic job lives longer than the number of ranks.
+        # In an elastic job, the number of ranks may change during the life of a graph.
         changes = membership.is_elastic() and process_set is global_process_set
         count = size_op() if changes else rank_and_size(process_set)[1]
         values = values / tf.cast(count, values.dtype)

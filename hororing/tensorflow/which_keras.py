@@ -1,4 +1,4 @@
-"""Finds out which Keras tf.keras is."""
+"""Detects whether tf.keras is Keras 2 or 3."""
 
 from __future__ import annotations
 

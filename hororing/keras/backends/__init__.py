@@ -29,7 +29,7 @@ class Accumulator(Protocol):
 
 
 class Backend(Protocol):
-    """What hororing.keras needs of a framework. Also works while Keras traces a train step."""
+    """The interface to a framework. Also works while Keras traces a train step."""
 
     def reduce(
         self,

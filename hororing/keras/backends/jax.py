@@ -108,7 +108,7 @@ def choose(due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) ->
 
 
 def stepper() -> None:
-    """See `Backend`. A train step is given the memory of the weights, which is lost if it fails."""
+    """See `Backend`. The train step owns the memory of the weights: a failure loses it."""
 
 
 def not_rewritten(function: F) -> F:

@@ -1,9 +1,9 @@
 """The common base of a process group: its ranks, names and checks.
 
-A group is a process set. Its calls are numbered, and the number is the request's name. So calls
-match in order, and one that differs between ranks is a MismatchError on all of them. A call that
-fails on one rank alone, before the engine has it, also takes its number. The rank then sends a
-barrier instead, which tells the others that it made no such call.
+A group is a process set. Its calls are numbered, and the number is the request's name. Calls
+therefore match in order, and a call that differs between ranks is a MismatchError on all of them. A
+call that fails on one rank before it reaches the engine also takes its number. That rank sends a
+barrier instead, so that the others fail, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def request(function: F) -> F:
-    """Give a method its request's name, and send that to the other ranks if it fails."""
+    """Give a method its request's name, and report a failure to the other ranks."""
     verb = function.__name__.lstrip("_")
 
     @uncompiled  # DDP calls it from compiled functions
@@ -62,7 +62,7 @@ def single(tensors: Any, verb: str) -> Any:
 
 
 def fill(verb: str, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-    """Copy what each rank of the group has sent."""
+    """Copy the part that each rank of the group has sent."""
     for rank, (output, part) in enumerate(zip(outputs, parts, strict=True)):
         if output.numel() != part.numel():
             raise MismatchError(
@@ -121,7 +121,7 @@ class Group(_Base):  # type: ignore[misc]
             store, lambda: f"hororing/{sign.item():x}/" if signed.wait() else "", rank
         )
 
-    # -- what it is
+    # -- description
 
     def getBackendName(self) -> str:
         """Return "hororing"."""
@@ -198,7 +198,7 @@ class Group(_Base):  # type: ignore[misc]
         return callback.next_call() if callback else f"{self._name}.{next(self._numbers)}"
 
     def refuse(self, name: str) -> None:
-        """Tell the other ranks that this one fails to make the call."""
+        """Report to the other ranks that this one fails to make the call."""
         with contextlib.suppress(ValueError):  # the engine has ended
             handle = control.start_barrier(name, self._members(), blocking=False)
             collectives.abandon(handle, None)

@@ -1,9 +1,9 @@
-"""A group's messages in torch's store: ranks that have come, and messages that wait.
+"""A group's entries in torch's store: ranks at a barrier, and pending messages.
 
-A message is a broadcast in a set of two ranks, so a receiver from any source must first learn who
-sends. It writes into the store that it waits; a rank whose message waits looks there, and writes
-its number. Messages whose receiver comes within milliseconds need none of this, and nothing is left
-in the store if no rank receives from any source.
+A message is a broadcast in a set of two ranks, so a receiver from any source must first find the
+sender. It posts a request in the store; a rank with a pending message checks the store, and
+announces its number. Messages that are received within milliseconds do not use the store, and
+without receivers from any source nothing is left in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hororing import control
 # Time between two polls of the store; the announcer's grows while nothing new is sent.
 POLL_S: Final = 0.002
 _SLOW_POLL_S: Final = 0.05
-# The longest wait for rank 0's result after the timeout of a monitored barrier.
+# The maximum wait for rank 0's result after the timeout of a monitored barrier.
 _VERDICT_S: Final = 10.0
 
 
@@ -52,12 +52,12 @@ class Board:
                 )
 
     def has_receivers(self, target: int) -> bool:
-        """Whether a rank of the group asks which ranks send to it."""
+        """Whether a rank of the group receives from any source."""
         key = f"{self._prefix()}wants{target}"
         return bool(self._store.check([key])) and bool(self._store.get(key))
 
     def announce(self, target: int, tag: int, number: int) -> None:
-        """Tell `target` that this rank's message with that tag and number waits."""
+        """Announce to `target` that this rank's message with that tag and number is pending."""
         to = f"{self._prefix()}to{target}."
         place = self._store.add(to, 1)
         self._store.set(f"{to}{place}", f"{self._place} {tag} {number}")
@@ -81,9 +81,9 @@ class Board:
     # -- barrier
 
     def missing(self, size: int, timeout_s: float) -> list[int] | None:
-        """Wait for the other ranks; return those that are late. None: rank 0 does not answer.
+        """Wait for the other ranks; return those that are late. None: rank 0 did not answer.
 
-        All ranks that come get the same answer, even if they come later.
+        All ranks that call it get the same answer, even late ones.
         """
         number = next(self._barriers)
         key = f"{self._prefix()}barrier{number}."

@@ -69,7 +69,8 @@ class Exchanges(Group):
         """Gather each input into its outputs, which are in rank order."""
         for targets in outputs:
             self._check_count(verb, "outputs", targets)
-        # Of equal shapes, so that differing ranks notice. A row of a tensor, or its own rows.
+        # Send equal shapes as one row, so that differing ranks are detected; else the tensor's
+        # rows.
         alike = [same_shape([one, *targets]) for one, targets in zip(inputs, outputs, strict=True)]
         sent = [
             tensor.unsqueeze(0) if even or tensor.dim() == 0 else tensor
@@ -223,15 +224,15 @@ class Exchanges(Group):
         return self._work("barrier", name, handle, [], opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks, and return which have not come.
+        """Wait for all ranks.
 
         The ranks use torch's store, so this works while requests of the group hang.
 
         Raises
         ------
-        StalledError : on every rank that has come; it names the late ranks after `timeout` (a
-            timedelta or seconds; None: that of the group): the first, or all if `wait_all_ranks`.
-            PeerLostError and the like if the job has ended.
+        StalledError : on every rank that has called it, after `timeout` (a timedelta or seconds;
+            None: the group's). It names the first late rank; all if `wait_all_ranks`. PeerLostError
+            and the like if the job has ended.
         """
         self._check_alive("monitored_barrier")
         seconds = self._timeout_s if timeout is None else timeout

@@ -15,10 +15,10 @@ class ProcessGroup(Reductions, Exchanges, PointToPoint):
 
     All collectives take tensors of the CPU or of one CUDA device, of the types that
     `hororing.torch` supports; tensors need not be contiguous. Each returns a `Work`. Errors that
-    this rank alone can find are raised here, and the others get a MismatchError. All others come
-    from `wait`: MismatchError on all ranks if they disagree, after which the group can be used
-    again; StalledError after the group's timeout; ShutDownError, PeerLostError and TransportError
-    when the job ends.
+    only this rank can detect are raised here, and the other ranks get a MismatchError. `wait`
+    raises all others: MismatchError on all ranks if they disagree, after which the group can be
+    used again; StalledError after the group's timeout; ShutDownError, PeerLostError and
+    TransportError when the job ends.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
 """Messages between two ranks of a group: a broadcast in a process set of the two.
 
 The pair requests its set with its first message, in either direction. Neither rank can wait for the
-other there, because each may first have messages with other ranks. So a message is submitted as
-soon as the set exists, by whoever waits for it or polls it, or by the thread of the futures. A
-message from any source is submitted as soon as its source is known.
+other there, because each may first exchange messages with other ranks. A message is therefore
+submitted as soon as the set exists, by a caller that waits for it or polls it, or by the thread of
+the futures. A message from any source is submitted as soon as its source is known.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Message(Work):
     def source_rank(self) -> int:
         """Return which rank of the group sent it. ValueError: not known yet."""
         if self._route is None:
-            raise ValueError(f"{self._title}: nobody has sent yet; wait() first")
+            raise ValueError(f"{self._title}: the source is not known yet; call wait() first")
         return self._route.source
 
     _source_rank = source_rank
@@ -149,11 +149,11 @@ class Message(Work):
 
     @property
     def blocks(self) -> bool:  # type: ignore[override]
-        """Before it is submitted, no other rank is known to wait for it."""
+        """False before it is submitted: it is unknown whether another rank waits for it."""
         return self._start is None
 
     def look(self, now: float) -> bool:
-        """Whether it is complete or too late, or submitted if nobody wants more."""
+        """Whether it is complete or too late, or submitted if no future needs more."""
         complete = super().look(now)
         return complete or (self._start is None and self._promise is None)
 

@@ -1,4 +1,4 @@
-"""How the process group of all ranks gets an engine, and a store of torch.
+"""Starts the engine for the process group of all ranks, and provides torch's store.
 
 It uses an engine that is already running. Otherwise `init_process_group` starts one: through the
 launcher if that is MPI or hororun, and through torch's own store in all other cases (torchrun,
@@ -23,7 +23,7 @@ from hororing.objects import broadcast_object
 from hororing.rendezvous import interfaces, torch_store
 from hororing.torch.distributed.group import ProcessGroup
 
-# torch's stubs lack much of it.
+# torch's stubs lack many names.
 dist: Any = torch_distributed
 
 _LEAVE: Final = "torch.distributed.destroy_process_group"
@@ -53,7 +53,7 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
 
 
 def _start(store: Any, rank: int, size: int, timeout_s: float) -> bool:
-    """Start the engine; return whether it has these ranks only, so that another may follow."""
+    """Start the engine; return whether it has only these ranks, so that another may follow."""
     started_by = launch.detect(mpi=mpi.is_usable)
     by_launcher = started_by.mpi or started_by.launcher == launch.HORORUN
     if by_launcher and (started_by.rank, started_by.least_size) == (rank, size):

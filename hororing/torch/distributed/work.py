@@ -21,7 +21,7 @@ from hororing import collectives
 from hororing.errors import StalledError
 from hororing.torch.uncompiled import uncompiled
 
-# Time between two checks of what the engine does not report.
+# Time between two checks for events that the engine does not report.
 _POLL_S = 0.01
 
 
@@ -34,7 +34,7 @@ class Work(_Work):
     handle : of `hororing.collectives`; 0: it is complete.
     result : the list of tensors that `result()` and the future return.
     finish : called once with the result of `collectives.wait(handle)`, by any thread.
-    timeout_s : the longest wait.
+    timeout_s : the maximum wait.
     on_future : called with the future, when it is first requested.
     """
 
@@ -115,7 +115,7 @@ class Work(_Work):
         self._tell()
 
     def expire(self, timeout_s: float) -> None:
-        """Give it up. The engine keeps the memory that it may still write."""
+        """Abandon it. The engine keeps the memory that it may still write."""
         with self._lock:
             if self._done:
                 return
@@ -161,7 +161,7 @@ class Work(_Work):
         return self._result
 
     def source_rank(self) -> int:
-        """Return which rank of the group sent it. ValueError unless it was received."""
+        """Return the rank of the group that sent it. ValueError unless it was received."""
         raise ValueError(f"{self._title} has no source rank; irecv has")
 
     _source_rank = source_rank
