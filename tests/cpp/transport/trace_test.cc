@@ -169,7 +169,7 @@ TEST(file_is_a_complete_array_after_every_append) {
   size_t last = file.Records().size();
   CHECK(last > 0);
   const TimeNs now = NowNs();
-  for (int i = 0; i < 200; ++i) {
+  for (int i = 0; i < (hororing_test::kFew ? 20 : 200); ++i) {
     std::vector<TraceEvent> events;
     for (int j = 0; j <= i % 7; ++j) {
       events.push_back(Span("PACK", Track::kLoop, now + i * 100 + j, now + i * 100 + j + 1));
@@ -267,7 +267,7 @@ TEST(with_a_limit_the_file_holds_the_last_part_and_is_whole_after_every_append) 
   CHECK_OK(writer.Open(file.path(), {"a", "b"}, most_bytes));
   const size_t names = file.Records().size();
   TimeNs next = 0;
-  for (size_t round = 0; round < 300; ++round) {
+  for (size_t round = 0; round < (hororing_test::kFew ? 40 : 300); ++round) {
     std::vector<TraceEvent> events;
     for (size_t i = 0; i < round * 31 % 90; ++i, ++next) {
       events.push_back(Span("REDUCE", Track::kLoop, next, next + 1));
@@ -317,14 +317,15 @@ TEST(records_longer_than_a_page_and_the_last_bytes_are_written_well) {
   TraceWriter writer;
   CHECK_OK(writer.Open(file.path(), {"a"}));
   const size_t first = file.Records().size();
-  for (size_t i = 1; i <= 40; ++i) {
+  const size_t count = hororing_test::kFew ? 5 : 40;
+  for (size_t i = 1; i <= count; ++i) {
     std::vector<TraceEvent> events(1, Span("REDUCE", Track::kLoop, 1, 2));
     events[0].tensor = std::string(i * 997, 'y');
     CHECK_OK(writer.Append(0, 0, events));
     CHECK_EQ(file.Records().size(), first + i);
   }
   CHECK_OK(writer.Close());
-  CHECK_EQ(file.Records().size(), first + 40);
+  CHECK_EQ(file.Records().size(), first + count);
   const std::string text = file.Read();
   CHECK_EQ(text.substr(text.size() - 4), std::string("}\n]\n"));
 }
