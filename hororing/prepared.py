@@ -137,10 +137,8 @@ def finish_many(handles: list[int], stream: int | None = None) -> bool:
     `stream`, of a device, waits for the results. May be called again.
     """
     c_handles, count = ffi.new("int64_t[]", handles), len(handles)
+    c_stream = ffi.NULL if stream is None else ffi.new("uintptr_t *", stream)
     while True:
-        if stream is None:
-            code = int(lib.hr_wait_many(c_handles, count, WAIT_SLICE_S))
-        else:
-            code = int(lib.hr_wait_many_in_stream(c_handles, count, WAIT_SLICE_S, stream))
+        code = int(lib.hr_wait_many(c_handles, count, WAIT_SLICE_S, c_stream))
         if code != lib.HR_PENDING:
             return code == lib.HR_OK

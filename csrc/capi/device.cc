@@ -14,8 +14,6 @@ using namespace hororing;
 
 namespace {
 
-CuStream StreamOf(uintptr_t stream) { return reinterpret_cast<CuStream>(stream); }
-
 // "12.8"
 std::string CudaVersionText(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
@@ -44,24 +42,6 @@ HR_EXPORT int hr_wait_in_stream(int64_t handle, uintptr_t stream) {
   const std::shared_ptr<const DeviceEvent> done_event = Handles()->DoneEvent(handle);
   return done_event == nullptr ? static_cast<int>(HR_OK)
                                : Remember(done_event->StreamWait(StreamOf(stream)));
-}
-
-HR_EXPORT int hr_wait_many_in_stream(const int64_t* handles, int32_t count, double timeout_s,
-                                     uintptr_t stream) {
-  // Before any handle is released.
-  const std::shared_ptr<Engine> engine = CurrentEngine();
-  std::shared_ptr<Device> device;
-  if (engine != nullptr && engine->devices().Any(&device).ok()) {
-    const Status free = device->RefuseCaptured(StreamOf(stream));
-    if (!free.ok()) return Remember(free);
-  }
-  std::vector<std::shared_ptr<const DeviceEvent>> done_events;
-  const int code = WaitMany(handles, count, timeout_s, &done_events);
-  for (size_t i = 0; code == HR_OK && i < done_events.size(); ++i) {
-    const Status status = done_events[i]->StreamWait(StreamOf(stream));
-    if (!status.ok()) return Remember(status);
-  }
-  return code;
 }
 
 HR_EXPORT int hr_landed(int64_t handle) {

@@ -9,25 +9,6 @@
 #include "capi/process.h"
 #include "engine/engine.h"
 
-namespace hororing {
-
-int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
-             std::vector<std::shared_ptr<const DeviceEvent>>* done_events) {
-  if (InForkedChild()) return Remember(NotInitialized());
-  const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
-  const size_t number = static_cast<size_t>(count);
-  bool all_ok = false;
-  const std::shared_ptr<Engine> engine = timeout > 0 ? CurrentEngine() : nullptr;
-  const HandleState state =
-      engine != nullptr ? engine->WaitMany(handles, number, timeout, &all_ok, done_events)
-                        : Handles()->WaitMany(handles, number, timeout, &all_ok, done_events);
-  if (state == HandleState::kPending) return HR_PENDING;
-  if (all_ok) return HR_OK;
-  return Remember(Status(Code::kInvalidArgument, "some of these handles have failed"));
-}
-
-}  // namespace hororing
-
 using namespace hororing;
 
 HR_EXPORT int hr_poll(int64_t handle) {
@@ -67,8 +48,31 @@ HR_EXPORT int hr_wait(int64_t handle, double timeout_s) {
   return Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
 }
 
-HR_EXPORT int hr_wait_many(const int64_t* handles, int32_t count, double timeout_s) {
-  return WaitMany(handles, count, timeout_s, nullptr);
+HR_EXPORT int hr_wait_many(const int64_t* handles, int32_t count, double timeout_s,
+                           const uintptr_t* stream) {
+  if (InForkedChild()) return Remember(NotInitialized());
+  const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  std::shared_ptr<Device> device;
+  if (stream != nullptr && engine != nullptr && engine->devices().Any(&device).ok()) {
+    const Status free = device->RefuseCaptured(StreamOf(*stream));  // before any is released
+    if (!free.ok()) return Remember(free);
+  }
+  const size_t number = static_cast<size_t>(count);
+  bool all_ok = false;
+  std::vector<std::shared_ptr<const DeviceEvent>> events;
+  const HandleState state = engine != nullptr && timeout > 0
+                                ? engine->WaitMany(handles, number, timeout, &all_ok, &events)
+                                : Handles()->WaitMany(handles, number, timeout, &all_ok, &events);
+  if (state == HandleState::kPending) return HR_PENDING;
+  if (!all_ok) {
+    return Remember(Status(Code::kInvalidArgument, "some of these handles have failed"));
+  }
+  Status status;
+  for (size_t i = 0; stream != nullptr && status.ok() && i < events.size(); ++i) {
+    status = events[i]->StreamWait(StreamOf(*stream));
+  }
+  return Remember(status);
 }
 
 HR_EXPORT int hr_take_result(int64_t handle, int32_t index, hr_result* result) {

@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 17 };
+enum { HR_ABI_VERSION = 18 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -287,8 +287,8 @@ int hr_wait(int64_t handle, double timeout_s);
 /* Waits at most timeout_s for all of these (0: only polls). HR_OK: all have succeeded and are
  * released. HR_PENDING: some are not complete. Anything else: all are complete, some have failed,
  * and none is released; call hr_wait on each for its error. May be called again: released handles
- * count as succeeded. */
-int hr_wait_many(const int64_t* handles, int32_t count, double timeout_s);
+ * count as succeeded. `stream`: null, or a stream on a device, which then waits for the results. */
+int hr_wait_many(const int64_t* handles, int32_t count, double timeout_s, const uintptr_t* stream);
 /* Moves result `index` out of a complete handle. HR_ALLGATHER: one per tensor. HR_ALLTOALL: the
  * tensor, then the rows received from each rank. Numbers (these rows; the results of HR_JOIN and
  * later collectives) are int64. */
@@ -300,9 +300,6 @@ void hr_free(uintptr_t data);
 /* Makes `stream`, on the handle's device, wait for the results of a complete handle. Does not
  * block, and does nothing for a handle without tensors on a device. */
 int hr_wait_in_stream(int64_t handle, uintptr_t stream);
-/* As hr_wait_many; on success `stream` waits for the results. */
-int hr_wait_many_in_stream(const int64_t* handles, int32_t count, double timeout_s,
-                           uintptr_t stream);
 /* 1 if the results of a complete handle are valid and nothing uses its memory any more, otherwise
  * 0; 1 if there is no such handle. */
 int hr_landed(int64_t handle);

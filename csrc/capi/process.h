@@ -17,9 +17,6 @@ namespace hororing {
 bool InForkedChild();
 // The handles of all engines of the process.
 const std::shared_ptr<HandleTable>& Handles();
-// hr_wait_many; `done_events` as for HandleTable::WaitMany.
-int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
-             std::vector<std::shared_ptr<const DeviceEvent>>* done_events);
 // Null before hr_init and after hr_shutdown.
 std::shared_ptr<Engine> CurrentEngine();
 Status NotInitialized();
@@ -31,6 +28,7 @@ Status CheckGeneration(int64_t generation);
 // For hr_last_error; returns the code.
 int Remember(const Status& status);
 
+inline CuStream StreamOf(uintptr_t stream) { return reinterpret_cast<CuStream>(stream); }
 inline std::string Text(const char* text) { return text != nullptr ? text : ""; }
 
 // Milliseconds and microseconds of the configuration; zero means none at all.

@@ -17,7 +17,7 @@ Status MarkReady(Engine& engine, const hr_request& from, StreamEvents* events, T
   std::vector<CuStream> streams;
   for (size_t i = 0; i < entry->views.size(); ++i) {
     const uintptr_t stream = from.streams != nullptr ? from.streams[i] : from.stream;
-    streams.push_back(reinterpret_cast<CuStream>(stream));
+    streams.push_back(StreamOf(stream));
   }
   return engine.MarkReady(entry->views[0].device, streams, events, entry);
 }

@@ -20,11 +20,15 @@ void Loop::Apply(const Agreement& agreement) {
     return End(Status(Code::kInternal, "agreement " + std::to_string(agreement.sequence) +
                                            " came after " + std::to_string(applied_)));
   }
-  std::vector<Work> work;
-  uint64_t requests = 0;
-  for (const Decision& decision : agreement.decisions) requests += decision.count;
-  work.reserve(requests);
+  const auto run = [&] {  // what has been agreed on so far
+    if (work_.empty() || final_) return;
+    const Status status = runner_.Run(work_);
+    work_.clear();
+    if (!status.ok()) End(status);
+  };
   for (const Decision& decision : agreement.decisions) {
+    if (decision.kind != Decision::Kind::kRun && decision.kind != Decision::Kind::kFail) run();
+    if (final_) return;
     switch (decision.kind) {
       case Decision::Kind::kRun:
         for (uint64_t i = 0; i < decision.count && !final_; ++i) {
@@ -36,33 +40,26 @@ void Loop::Apply(const Agreement& agreement) {
           if (agreed->entry->views.empty() && kind != Collective::kBarrier) {
             // It changes which ranks take part in batches, so it keeps its place among them. A
             // barrier does not: ranks outside its process set must compute the same batches.
-            Run(&work);
+            run();
             if (!final_) Settle(*agreed);
           } else {
-            work.push_back(*agreed);
+            work_.push_back(*agreed);
           }
         }
         break;
       case Decision::Kind::kFail: Fail(decision); break;
       case Decision::Kind::kTimeline:
-        Run(&work);
         timeline_.Switch(decision.details().timeline_on, decision.details().timeline_cycles);
         break;
-      case Decision::Kind::kTune:
-        Run(&work);
-        SetCycleTime(decision.details().cycle_time_ns);
-        break;
+      case Decision::Kind::kTune: SetCycleTime(decision.details().cycle_time_ns); break;
       case Decision::Kind::kLeave:
       case Decision::Kind::kAbort:
-        Run(&work);
-        if (final_) break;
         end_agreed_ = true;
         End(decision.details().status);
         break;
     }
-    if (final_) return;
   }
-  Run(&work);
+  run();
   stand_ins_.clear();
   for (uint64_t id : agreement.evicted) shared_.tensors.Forget(id);
   applied_ = agreement.sequence;
@@ -73,13 +70,6 @@ void Loop::SetCycleTime(TimeNs cycle_time_ns) {
   pace_.set_cycle_time(cycle_time_ns);
   if (host_reports_) host_reports_->set_cycle_time(ReportPace::kUnansweredCycles * cycle_time_ns);
   shared_.stats.cycle_time_ns = cycle_time_ns;
-}
-
-void Loop::Run(std::vector<Work>* work) {
-  if (work->empty() || final_) return;
-  const Status status = runner_.Run(*work);
-  work->clear();
-  if (!status.ok()) End(status);
 }
 
 // Returns this rank's part of a decision, or nothing if it does not take part. `id`: the cache id

@@ -194,7 +194,9 @@ int64_t BatchRunner::Fill(const std::vector<size_t>& items, const Communicator& 
     TensorEntry& of = *item.entry;
     const TensorView& view = of.views[item.index];
     BatchEntry& entry = batch_.entries[entries_.size()];
-    SetSizes(of, item.index, *item.rows, communicator, &entry);
+    if (key.kind != Collective::kAllreduce) {
+      SetSizes(of, item.index, *item.rows, communicator, &entry);
+    }
     if (shared_.trace.enabled() || batch_.on_device)
       entry.name = TensorName(of.request, item.index);
     entry.input = view.input;

@@ -75,7 +75,6 @@ class Loop {
   // apply.cc
   void Apply(const Agreement& agreement);
   void SetCycleTime(TimeNs cycle_time_ns);
-  void Run(std::vector<Work>* work);
   void ClearReported(uint64_t id);
   std::optional<Work> Agreed(const Decision& decision, uint64_t id);
   TensorEntry* StandIn(const Request& request);
@@ -115,6 +114,7 @@ class Loop {
   StepWatch steps_;                          // on rank 0, if the timeline covers some steps only
   int64_t step_ = 0;                         // the current step, from 1
   std::vector<TensorEntry*> submitted_;      // scratch of Report; reused
+  std::vector<Work> work_;                   // scratch of Apply; reused
   ReportPace pace_;
   uint32_t poll_epoch_ = 0;  // the eventcount when the loop's thread promised to poll
   bool run_by_caller_ = false;

@@ -20,10 +20,10 @@ void Sweep(const Table& table) {
 
 // Waits, and makes the core forget a successful request. HR_PENDING: an exception is set.
 int Wait(int64_t handle) {
-  int code = hr_wait_many(&handle, 1, 0.0);
+  int code = hr_wait_many(&handle, 1, 0.0, nullptr);
   while (code == HR_PENDING) {
     Py_BEGIN_ALLOW_THREADS;
-    code = hr_wait_many(&handle, 1, kWaitSlice);
+    code = hr_wait_many(&handle, 1, kWaitSlice, nullptr);
     Py_END_ALLOW_THREADS;
     if (code == HR_PENDING && PyErr_CheckSignals() != 0) return HR_PENDING;
   }
@@ -57,7 +57,7 @@ int ParseReduction(PyObject* op, PyObject* prescale, PyObject* postscale, hr_req
 
 PyObject* Submit(const Table& table, const hr_request& request, PyObject* keep) {
   const int64_t handle = hr_submit(&request);
-  if (handle > 0 && request.blocking != 0 && hr_wait_many(&handle, 1, 0.0) == HR_OK) {
+  if (handle > 0 && request.blocking != 0 && hr_wait_many(&handle, 1, 0.0, nullptr) == HR_OK) {
     Py_INCREF(keep);
     return keep;
   }
