@@ -68,11 +68,11 @@ HR_EXPORT int hr_wait_many(const int64_t* handles, int32_t count, double timeout
   if (!all_ok) {
     return Remember(Status(Code::kInvalidArgument, "some of these handles have failed"));
   }
-  Status status;
-  for (size_t i = 0; stream != nullptr && status.ok() && i < events.size(); ++i) {
-    status = events[i]->StreamWait(StreamOf(*stream));
+  for (size_t i = 0; stream != nullptr && i < events.size(); ++i) {
+    const Status status = events[i]->StreamWait(StreamOf(*stream));
+    if (!status.ok()) return Remember(status);
   }
-  return Remember(status);
+  return HR_OK;
 }
 
 HR_EXPORT int hr_take_result(int64_t handle, int32_t index, hr_result* result) {

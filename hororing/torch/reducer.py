@@ -29,7 +29,7 @@ from hororing import arguments, collectives, job, timeline
 from hororing._tensors import finish_gradients
 from hororing.arguments import Average
 from hororing.prepared import finish_many
-from hororing.process_sets import check_member
+from hororing.process_sets import check_member, global_process_set
 from hororing.reduction import Reduction
 from hororing.torch.gradient import (
     ASK,
@@ -246,7 +246,8 @@ class Reducer(Passes):
                 name, self.passes, f"would be reduced again, which op={op} does not allow"
             )
         self._check_set()
-        self.weighing.begin_pass(self)
+        if self.weighing.used:
+            self.weighing.begin_pass(self)
         self.phase = Phase.FILLING
         self.tracing = timeline.enabled()
         self.batch_bytes = self.bytes_left = MIN_WEIGHT
@@ -254,6 +255,8 @@ class Reducer(Passes):
     def _check_set(self) -> None:
         """Raise if the process set has changed: ids of sets are reused."""
         process_set = self.options.process_set
+        if process_set is global_process_set:
+            return
         members = check_member(process_set, "DistributedOptimizer")
         if (members, process_set.generation) != (self.members, self._generation):
             raise process_set_changed(process_set)
@@ -320,7 +323,8 @@ class Reducer(Passes):
     def pass_ended(self) -> None:
         """Reduce the gradients if this was the last pass of a step."""
         self.unclassified = [gradient for gradient in self.unclassified if not gradient.classify()]
-        self.weighing.pass_ended(self._entries)
+        if self.weighing.used:
+            self.weighing.pass_ended(self._entries)
         if self.ended >= self.passes and (self.tasks or self.ended > self.passes):
             raise AssertionError(
                 "optimizer: backward passes of several threads at once; pass "
@@ -338,7 +342,8 @@ class Reducer(Passes):
         if self.phase is Phase.SENT:
             return
         self._check_set()
-        self.weighing.end_passes(self.passes, hooked=not self._reduces_in_step)
+        if self.weighing.used:
+            self.weighing.end_passes(self.passes, hooked=not self._reduces_in_step)
         if self.queued:  # in order of arrival
             with collect(self._failures):
                 self.send_queued()
@@ -350,8 +355,9 @@ class Reducer(Passes):
             for group in self._groups:
                 with collect(self._failures):
                     group.flush(self.options, self.weighing.current)
-            with collect(self._failures):
-                self.weighing.send_total()
+            if self.weighing.used:
+                with collect(self._failures):
+                    self.weighing.send_total()
         self.phase = Phase.SENT
 
     def _send_late(self, entries: list[Entry]) -> None:
@@ -380,7 +386,8 @@ class Reducer(Passes):
         self._versions = []
         with torch.no_grad():
             self._wait_for(sent)
-            self.weighing.finish_total(self._failures)
+            if self.weighing.used or self._failures:
+                self.weighing.finish_total(self._failures)
         if len(sent) < len(entries):
             for _, gradient in entries:
                 if gradient.state != SENT:
@@ -391,7 +398,8 @@ class Reducer(Passes):
         self.phase = Phase.IDLE if self._failures else Phase.REDUCED
         failures, self._failures = self._failures, []
         self._reductions += 1
-        self._drop_queue()
+        if self.queued:
+            self._drop_queue()
         self.reset_passes()
         if failures:
             raise failures[0]
@@ -473,11 +481,6 @@ class Reducer(Passes):
             return
         self.passes = passes or self.passes
         self._reset_unsent()
-
-    def reset_passes(self) -> None:
-        """Forget all passes."""
-        super().reset_passes()
-        self.weighing.reset_passes()
 
     def abandon(self) -> None:
         """Forget everything in flight."""

@@ -53,6 +53,7 @@ class Weighing:
 
     def __init__(self, name: str, members: ProcessSet, number_of_set: int) -> None:
         self.weight: float | None = None  # of later passes; None: all count the same
+        self.used = False  # whether there has been a weight, or a sum of weights
         self.cell = new_weight()  # from which the requests read this rank's weight, of all passes
         self.sent: float | None = None  # weight of the latest gradients
         self.all_zero = False  # all ranks' weights were 0 in the completed reduction
@@ -86,6 +87,7 @@ class Weighing:
             )
         changes = changes or self._passes != reducer.passes
         self.weight, self._passes = weight, reducer.passes
+        self.used |= weight is not None
         for param, gradient in reducer.follow() if changes else ():
             self.arrange(param, gradient)
 
@@ -167,6 +169,7 @@ class Weighing:
             self._start_total()
 
     def _start_total(self) -> None:
+        self.used = True
         weight = self.sent or 0.0
         values = [weight, weight * self._small, float(self.sent is not None)]
         self._total.copy_(torch.tensor(values, dtype=torch.float64, device="cpu"))
@@ -216,8 +219,8 @@ class Weighing:
     def finish_total(self, failures: list[Exception]) -> None:
         """Wait for the sum, if it was started; not after failures: others may never start it.
 
-        If only some ranks have weights, all know, and those without take part in the sum now: so no
-        request is left.
+        Forget all passes, too. If only some ranks have weights, all know, and those without take
+        part in the sum now: so no request is left.
         """
         differ = any("weights differ" in str(error) for error in failures)
         if differ and not self._started:
@@ -228,6 +231,7 @@ class Weighing:
         if self._problem is not None and not failures:
             failures.append(self._problem)
         self._started, self._problem = False, None
+        self.reset_passes()
 
     def abandon(self) -> None:
         """Forget everything in flight, and all passes."""
