@@ -1,4 +1,4 @@
-"""Tells the verbs how to use one framework's arrays."""
+"""The interface through which the verbs use one framework's arrays."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Adapter(Protocol[T]):
         """Return new contiguous memory of the same shape and type."""
 
     def describe(self, tensor: T) -> tuple[int, int, tuple[int, ...]]:
-        """Address, data type (a value of collectives.DTYPES) and shape of a dense tensor."""
+        """Return address, data type (a value of collectives.DTYPES) and shape of a dense tensor."""
 
     def copy(self, target: T, source: T) -> None:
         """Copy elements."""
 
     def mark_written(self, tensors: Sequence[T]) -> None:
-        """Tell the framework that the core writes into tensors."""
+        """Inform the framework that the core writes into tensors."""
 
     def gathered(self, result: collectives.Gathered, like: T) -> T:
         """Wrap a result in the core's memory without a copy: rows like those of `like`."""
@@ -60,7 +60,7 @@ class Adapter(Protocol[T]):
         """Return new contiguous memory of the same type and shape, but for the first dimension."""
 
     def splits(self, splits: object) -> list[int]:
-        """Return what `alltoall` was given; ValueError unless one-dimensional int32 or a list."""
+        """Return `alltoall`'s splits; ValueError unless one-dimensional int32 or a list."""
 
     def int32s(self, numbers: list[int]) -> T:
         """Return a new one-dimensional int32 array."""

@@ -44,7 +44,7 @@ _OF_NAMES: Final = {
 
 
 def choose_op(op: Any, average: bool | None) -> int:
-    """The operation that `op` and the deprecated `average` ask for together."""
+    """Return the operation for `op` and the deprecated `average`."""
     if average is not None:
         if op is not None:
             raise ValueError(
@@ -133,7 +133,7 @@ def check_root(root_rank: int, verb: str) -> int:
 
 
 def check_variables(variables: Iterable[Any], verb: str) -> list[Any]:
-    """Return the variables, of any framework, as a list if they are some."""
+    """Return the variables, of any framework, as a list. TypeError for other objects."""
     if hasattr(variables, "assign"):
         raise TypeError(f"{verb} takes a list of variables; pass [variable]")
     checked = list(variables)

@@ -1,17 +1,17 @@
 """How this process finds the other ranks without MPI: through a store, from the environment.
 
 ============================  ====================================================================
-HORORING_RANK, _SIZE          which rank this is, and of how many; unset: as the launcher tells
+HORORING_RANK, _SIZE          this rank, and the number of ranks; unset: the launcher's
 HORORING_LOCAL_RANK, _SIZE    the same among the ranks of this host
 HORORING_RENDEZVOUS           host:port of the store, or file:///directory that all hosts share;
-                              unset: as the launcher's variables tell (hororing/starts.py)
+                              unset: from the launcher's variables (hororing/starts.py)
 HORORING_JOB                  name of this start of the job; needed with a directory
-HORORING_SECRET_FD            descriptor of the secret, of a file in memory: the launcher has the
+HORORING_SECRET_FD            descriptor of a file in memory with the secret: the launcher has the
                               store
 HORORING_SECRET_KEY, _FILE    the secret, or its file: rank 0 has the store
 HORORING_INSECURE             1: a store without a secret on a network
 HORORING_ELASTIC              1: the launcher's store gives this process a rank, again and again
-HORORING_PROCESS              number of this process there, from 0, as the launcher counts
+HORORING_PROCESS              the launcher's number of this process, from 0
 HORORING_HOSTNAME             name of this host there; unset: its own
 ============================  ====================================================================
 """
@@ -73,19 +73,19 @@ def find(
     """
     if settings["ALONE"]:
         return None
-    told = read(started_by, environ)
-    if told is None or told.size == 1:
+    job = read(started_by, environ)
+    if job is None or job.size == 1:
         return None
     timeout_s = settings["TIMEOUT_S"] or math.inf
     try:
-        if told.place.rendezvous.startswith(FILE):
-            return _by_file(told, timeout_s)
-        if told.place.rendezvous.startswith(TORCH):
-            return _by_torch(told, timeout_s)
-        return _by_address(told, timeout_s)
+        if job.place.rendezvous.startswith(FILE):
+            return _by_file(job, timeout_s)
+        if job.place.rendezvous.startswith(TORCH):
+            return _by_torch(job, timeout_s)
+        return _by_address(job, timeout_s)
     except RendezvousError as error:
-        if told.place.remedy and not error.refused:
-            error.args = (f"{error}; {told.place.remedy}",)
+        if job.place.remedy and not error.refused:
+            error.args = (f"{error}; {job.place.remedy}",)
         raise
 
 
@@ -95,7 +95,7 @@ def is_elastic() -> bool:
 
 
 def join(settings: Mapping[str, Any]) -> ElasticMember:
-    """Connect to the store of this elastic job, as a process without a generation so far.
+    """Connect to the store of this elastic job, as a process without a generation yet.
 
     Blocks until the store exists, for at most TIMEOUT_S. ValueError, RendezvousError: as `find`.
     """
@@ -129,43 +129,43 @@ def of_store() -> tuple[bytes, str, bool]:
     return _secret(env), _job(env, ""), _insecure(env)
 
 
-def _by_file(told: JobSettings, timeout_s: float) -> Member:
-    directory = told.place.rendezvous.removeprefix(FILE)
-    if told.rank != 0:
+def _by_file(job: JobSettings, timeout_s: float) -> Member:
+    directory = job.place.rendezvous.removeprefix(FILE)
+    if job.rank != 0:
         return files.join(
-            directory, job=told.place.job, rank=told.rank, size=told.size, timeout_s=timeout_s
+            directory, job=job.place.job, rank=job.rank, size=job.size, timeout_s=timeout_s
         )
     try:
-        if told.place.makes_directory:
+        if job.place.makes_directory:
             os.makedirs(directory, mode=0o700, exist_ok=True)
         return files.serve(
-            directory, job=told.place.job, size=told.size, timeout_s=timeout_s,
-            one_host=told.place.one_host,
+            directory, job=job.place.job, size=job.size, timeout_s=timeout_s,
+            one_host=job.place.one_host,
         )  # fmt: skip
     except OSError as error:
-        remedy = told.place.remedy or f"set {_PREFIX}RENDEZVOUS=file:///directory to another one"
+        remedy = job.place.remedy or f"set {_PREFIX}RENDEZVOUS=file:///directory to another one"
         raise ValueError(
             f"init: the ranks meet in {directory}, which rank 0 cannot write to "
             f"({error.strerror}): {remedy}"
         ) from None
 
 
-def _by_torch(told: JobSettings, timeout_s: float) -> Member:
+def _by_torch(job: JobSettings, timeout_s: float) -> Member:
     return torch_store.meet(
-        told.place.rendezvous.removeprefix(TORCH), job=told.place.job, rank=told.rank,
-        size=told.size, timeout_s=timeout_s, secret=told.secret, one_host=told.place.one_host,
-        makes_store=told.place.makes_store,
+        job.place.rendezvous.removeprefix(TORCH), job=job.place.job, rank=job.rank,
+        size=job.size, timeout_s=timeout_s, secret=job.secret, one_host=job.place.one_host,
+        makes_store=job.place.makes_store,
     )  # fmt: skip
 
 
-def _by_address(told: JobSettings, timeout_s: float) -> Member:
-    rendezvous = told.place.rendezvous
-    store, without = (None, "") if told.rank or told.launcher_has_store else _store(told)
+def _by_address(job: JobSettings, timeout_s: float) -> Member:
+    rendezvous = job.place.rendezvous
+    store, without = (None, "") if job.rank or job.launcher_has_store else _store(job)
     address = rendezvous if store is None else _own_address(store)
     try:
         member = Member(
-            address, secret=told.secret, job=told.place.job, rank=told.rank, size=told.size,
-            timeout_s=timeout_s, insecure=told.insecure,
+            address, secret=job.secret, job=job.place.job, rank=job.rank, size=job.size,
+            timeout_s=timeout_s, insecure=job.insecure,
         )  # fmt: skip
     except BaseException as error:
         if store is not None:
@@ -183,7 +183,7 @@ def _reach(member: Member, rendezvous: str) -> None:
     """Find the address at which other hosts reach this one."""
     place = rendezvous.partition(",")[0]
     if protocol.is_loopback(member.local_address) and not _is_of_this_host_alone(place):
-        # Ranks on the store's host reach it in another way than other hosts do.
+        # Ranks on the store's host reach it at another address than other hosts do.
         member.local_address = interfaces.reached_at(place)
 
 
@@ -249,8 +249,8 @@ def _number(name: str, text: str) -> int:
 
 
 def _with_launchers(ranks: Mapping[str, int], started_by: Launch) -> dict[str, int]:
-    """Add the launcher's rank and size. ValueError if it says something else."""
-    told = dict(
+    """Add the launcher's rank and size. ValueError if they contradict `ranks`."""
+    theirs = dict(
         zip(
             _RANKS,
             (started_by.rank, started_by.size, started_by.local_rank, started_by.local_size),
@@ -258,12 +258,12 @@ def _with_launchers(ranks: Mapping[str, int], started_by: Launch) -> dict[str, i
         )
     )
     for name, number in ranks.items():
-        if told[name] not in (None, number):
+        if theirs[name] not in (None, number):
             raise ValueError(
-                f"{_PREFIX}{name}={number} contradicts {started_by.launcher}, which tells "
-                f"{told[name]} ({started_by.own}, {started_by.sign})"
+                f"{_PREFIX}{name}={number} contradicts {started_by.launcher}, which sets "
+                f"{theirs[name]} ({started_by.own}, {started_by.sign})"
             )
-    added = {name: told[name] for name in ("RANK", "SIZE")}
+    added = {name: theirs[name] for name in ("RANK", "SIZE")}
     return {**{name: number for name, number in added.items() if number is not None}, **ranks}
 
 
@@ -380,11 +380,11 @@ def _switch(env: Mapping[str, str], name: str) -> bool:
 # The store of rank 0
 
 
-def _store(told: JobSettings) -> tuple[Store | None, str]:
+def _store(job: JobSettings) -> tuple[Store | None, str]:
     """Start the store if its address is on this host; else return why it was not started."""
-    place = told.place.rendezvous.partition(",")[0]
+    place = job.place.rendezvous.partition(",")[0]
     host, port = protocol.parse_address(place)
-    protocol.check_secret(told.secret, host, told.insecure)
+    protocol.check_secret(job.secret, host, job.insecure)
     # The host's name may be a loopback address here, and another address elsewhere.
     everywhere = not _is_of_this_host_alone(place)
     if everywhere and not interfaces.is_own(host):
@@ -394,14 +394,14 @@ def _store(told: JobSettings) -> tuple[Store | None, str]:
         )
         logging.getLogger("hororing").warning("%s, unless a store runs there already", without)
         return None, without
-    if not told.secret:
+    if not job.secret:
         logging.getLogger("hororing").warning(
             "the store at %s has no secret: any process that can connect can take part",
-            told.place.rendezvous,
+            job.place.rendezvous,
         )
     store = Store(
-        job=told.place.job, size=told.size, secret=told.secret, host="" if everywhere else host,
-        port=port, insecure=told.insecure, one_start=True,
+        job=job.place.job, size=job.size, secret=job.secret, host="" if everywhere else host,
+        port=port, insecure=job.insecure, one_start=True,
     )  # fmt: skip
     try:
         store.start_thread()

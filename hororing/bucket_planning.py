@@ -1,4 +1,4 @@
-"""Which gradients to reduce in one message, from when they are ready and what a message costs.
+"""Plans which gradients share a message, from the times when they are ready and message costs.
 
 Gradient i of a step is ready at r[i] and has m[i] bytes; gradients are in order of r. A bucket
 holds neighbours of that order. Buckets are sent one after the other: each starts when its last

@@ -58,7 +58,7 @@ def ccl_built() -> bool:
 def cuda_built() -> bool:
     """Return True: every build supports tensors on CUDA devices.
 
-    `python -m hororing info` tells whether there are.
+    `python -m hororing info` shows whether there are devices.
     """
     return True
 

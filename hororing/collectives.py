@@ -197,10 +197,10 @@ def plain_tensors(
 ) -> PlainTensors:
     """Return an object that submits plain tensors of `types` quickly.
 
-    `describe` returns what the core needs to know of a tensor, or says that it is not plain; or it
-    is the name of the attribute with NumPy's array interface. If the types have `exchange`, the
-    capsule of DLPack's C functions, it is not called: a tensor is plain if it is dense, in host
-    memory, of a known data type, and every function of `refusals` returns false for it.
+    `describe` returns address, type and shape of a tensor, or None if it is not plain; or it is the
+    name of the attribute with NumPy's array interface. If the types have `exchange`, the capsule of
+    DLPack's C functions, it is not called: a tensor is plain if it is dense, in host memory, of a
+    known data type, and every function of `refusals` returns false for it.
     """
     return PlainTensors(
         types, exchange, refusals, describe, _pending, Pending, _abandoned, _sweep
@@ -306,8 +306,8 @@ def wait_at_most(handle: int, timeout_s: float) -> bool:
 def next_completion(seen: int) -> int:
     """Block until a request completes that `poll` has found pending; return the next `seen`.
 
-    Returns after WAIT_SLICE_S at the latest; at once if `seen` is -1. The other ranks see a blocked
-    caller meanwhile.
+    Returns after WAIT_SLICE_S at the latest; at once if `seen` is -1. Meanwhile this rank reports a
+    blocked caller.
     """
     return int(lib.hr_next_completion(seen, WAIT_SLICE_S))
 

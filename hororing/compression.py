@@ -1,4 +1,4 @@
-"""Gradient compression: what a compressor is. The adapters add those that need a framework."""
+"""Gradient compression: the base classes. The adapters add compressors that need a framework."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class CastCompressor(Compressor):
 
 
 class WithoutState(type):
-    """The class of `Compression` in adapters without compressors that keep errors.
+    """The class of `Compression` in adapters without compressors with error feedback.
 
-    Access to such a name raises an error that says so; hasattr works as usual.
+    Access to their names raises an error that names the alternatives; hasattr works as usual.
     """
 
     def __getattr__(cls, name: str) -> Any:
@@ -88,14 +88,14 @@ class WithoutState(type):
 
 @dataclasses.dataclass(frozen=True)
 class StatefulCompression:
-    """Options of a compressor that keeps what it has not sent for the next step.
+    """Options of a compressor with error feedback: unsent parts are added in the next step.
 
     Call it for other options: ``Compression.int8(scope="hosts")``.
 
     Parameters
     ----------
-    scope : "all": between all ranks. "hosts": gradients of ranks on one host are added up as they
-        are, and their sums are compressed between hosts.
+    scope : "all": between all ranks. "hosts": gradients of ranks on one host are added up without
+        compression, and their sums are compressed between hosts.
     """
 
     scope: str = dataclasses.field(default="all", kw_only=True)

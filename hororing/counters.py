@@ -1,4 +1,4 @@
-"""Counters of what the engine has done."""
+"""Counters of the engine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from hororing._core import ffi, lib
 
 
 def statistics() -> dict[str, int]:
-    """Return counters of what the engine of this process has done since `init`, by name.
+    """Return the counters of this process's engine since `init`, by name.
 
-    Never blocks. The counters are read one after another while the engine runs;
-    docs/scheduling.md explains them. ``"groups"`` holds what
-    ``DistributedOptimizer(groups="auto")`` has found, by optimizer, and ``"compression"`` what
-    ``Compression.auto`` has chosen.
+    Never blocks. The counters are read one after another while the engine runs; docs/scheduling.md
+    explains them. ``"groups"`` holds the groups of ``DistributedOptimizer(groups="auto")``, by
+    optimizer, and ``"compression"`` the choices of ``Compression.auto``.
 
     Examples
     --------

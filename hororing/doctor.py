@@ -1,4 +1,4 @@
-"""``python -m hororing doctor``: what the ranks of a job are doing, asked from outside.
+"""``python -m hororing doctor``: shows from outside what the ranks of a job are doing.
 
 Reads the flight recorders (hororing/recorder.py) of processes of this host, or those that a job has
 left in HORORING_FLIGHT_RECORDER.

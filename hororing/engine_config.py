@@ -22,7 +22,7 @@ def engine_config(
 ) -> tuple[list[Any], Any]:
     """Return an hr_config without communicator and ranks, and the owner of its strings.
 
-    TransportError if the processes must find one another through MPI, and there is none.
+    TransportError if the processes must meet through MPI, and there is none.
     """
     keep: list[Any] = []
 
@@ -37,7 +37,7 @@ def engine_config(
         f"{settings.fingerprint()}"
     )
     c_config = ffi.new("hr_config *")
-    c_config.launched = started_by.least_size if launched else 0
+    c_config.launched = started_by.min_size if launched else 0
     c_config.transport = text(settings["TRANSPORT"])
     c_config.backend = text(settings["BACKEND"])
     c_config.algorithm = text(settings["ALGORITHM"])

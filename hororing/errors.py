@@ -36,7 +36,7 @@ HorovodInternalError = HororingInternalError
 
 
 class MismatchError(HororingInternalError, ValueError):
-    """Ranks disagree about one tensor; the text lists their values. The job goes on.
+    """Ranks disagree about one tensor; the text lists their values. The job continues.
 
     A defect of the script, so elastic training does not retry it.
     """
@@ -69,7 +69,7 @@ class PeerLostError(HororingInternalError):
 
     Attributes
     ----------
-    rank : the rank that was lost; -1 if it is not known.
+    rank : the rank that was lost; -1 if unknown.
     """
 
     def __init__(self, text: str, rank: int = -1) -> None:
@@ -91,7 +91,7 @@ class StalledError(HororingInternalError):
 class TransportError(HororingInternalError):
     """No progress for HORORING_TIMEOUT_S, or MPI or shared memory reported an error.
 
-    Raised on all ranks, whichever of them noticed it.
+    Raised on all ranks.
     """
 
 

@@ -1,7 +1,7 @@
-"""Networks between hosts: whether MPI has a faster one than TCP, and which one TCP takes.
+"""Networks between hosts: whether MPI has a faster one than TCP, and which one TCP uses.
 
-Under mpirun several hosts talk over TCP, unless all of them have a network that MPI reaches by
-other means: InfiniBand, RoCE, Omni-Path, EFA or Slingshot. HORORING_TRANSPORT overrides it.
+Under mpirun several hosts communicate over TCP, unless all of them have a network that MPI uses
+without TCP: InfiniBand, RoCE, Omni-Path, EFA or Slingshot. HORORING_TRANSPORT overrides it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hororing.rendezvous import interfaces
 
-# Layers of Open MPI that use such networks; with any other one it talks over TCP.
+# Layers of Open MPI that use such networks; with any other one it uses TCP.
 _FAST_LAYERS = ("ucx", "cm")
 
 
@@ -26,7 +26,7 @@ def fast(environ: Mapping[str, str], root: Path = Path("/")) -> str:
         return f"OMPI_MCA_pml={layer}" if layer in _FAST_LAYERS else ""
     for device in sorted(root.glob("sys/class/cxi/cxi*")):  # Slingshot
         return device.name
-    if not any(root.glob("dev/infiniband/uverbs*")):  # not given to this container, say
+    if not any(root.glob("dev/infiniband/uverbs*")):  # for example not passed to this container
         return ""
     for state in sorted(root.glob("sys/class/infiniband/*/ports/*/state")):
         with contextlib.suppress(OSError):
@@ -38,8 +38,8 @@ def fast(environ: Mapping[str, str], root: Path = Path("/")) -> str:
 def tcp_address(environ: Mapping[str, str]) -> str:
     """The address at which a rank that mpirun started is reached by TCP.
 
-    If Open MPI is told to use a network (OMPI_MCA_btl_tcp_if_include: a name or a range of
-    addresses), the address there; otherwise that of the default route.
+    If OMPI_MCA_btl_tcp_if_include names a network (a name or a range of addresses), the address
+    there; otherwise that of the default route.
     """
     for network in filter(None, environ.get("OMPI_MCA_btl_tcp_if_include", "").split(",")):
         if "/" not in network:

@@ -25,8 +25,8 @@ class MetricAverage:
     Parameters
     ----------
     device : accepted for Horovod's sake; no effect.
-    weight : how much this rank's metrics count, its number of samples, for example: a number, or a
-        function without arguments that returns one. All ranks count the same without.
+    weight : the weight of this rank's metrics, such as its number of samples: a number, or a
+        function without arguments that returns one. None: equal weights.
     """
 
     def __init__(self, device: str = "", weight: float | Callable[[], float] | None = None) -> None:
@@ -93,7 +93,7 @@ class LearningRateSchedule:
         self.current_epoch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Learn how long an epoch is."""
+        """Note the length of an epoch."""
         if self.staircase or self.steps_per_epoch:
             return
         self.steps_per_epoch = (self.params or {}).get("steps")
@@ -139,7 +139,7 @@ class LearningRateSchedule:
         raise NotImplementedError
 
     def _scale_velocities(self, factor: float) -> None:
-        """Multiply what contains the learning rate in the optimizer."""
+        """Multiply the optimizer's variables that contain the learning rate."""
         raise NotImplementedError
 
 

@@ -12,7 +12,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class Host:
-    """A machine; `slots`: the most processes that it takes, None: not told."""
+    """A machine; `slots`: its maximum number of processes, None: unknown."""
 
     name: str
     slots: int | None = None

@@ -76,14 +76,14 @@ def at_shutdown(callback: Callable[[], None]) -> None:
 def refuse_forked() -> None:
     """NotInitializedError in a child that was forked from an initialised process.
 
-    It knows its parent's place in the job, but nothing that needs the engine works there.
+    There, functions return the parent's rank and size, but nothing that needs the engine works.
     """
     if process.pid not in (0, os.getpid()):
         raise errors.NotInitializedError(_FORKED)
 
 
 def read_topology() -> Topology:
-    """Ask the engine."""
+    """Read it from the engine."""
     now = ffi.new("hr_topology *")
     code = int(lib.hr_topology_now(now))
     if code != lib.HR_OK:

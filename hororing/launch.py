@@ -48,19 +48,19 @@ _MIN_SHARED_MEMORY_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says before MPI is initialised. None: unknown."""
+    """The launcher's variables, before MPI is initialised. None: unknown."""
 
     launcher: str = "none"
     rank: int | None = None
     size: int | None = None
     local_rank: int | None = None
     local_size: int | None = None
-    mpi: bool = True  # whether the processes find one another through MPI
+    mpi: bool = True  # whether the processes meet through MPI
     sign: str = field(default="", compare=False)  # the variable that shows other processes
     own: str = field(default="", compare=False)  # the variable that shows this process's rank
 
     @property
-    def least_size(self) -> int:
+    def min_size(self) -> int:
         """The minimum number of processes of the job."""
         return self.size if self.size is not None else (self.rank or 0) + 1
 
@@ -188,7 +188,7 @@ def detect(
         launch = _launch(row, env)
         if row.mpi and not mpi(row.name):
             unusable = launch
-        elif row.mpi or row.counts_alone or launch.least_size > 1:
+        elif row.mpi or row.counts_alone or launch.min_size > 1:
             return launch
     return unusable
 
@@ -226,8 +226,8 @@ def check(launch: Launch, environ: Mapping[str, str] | None = None) -> None:
     row = next((row for row in LAUNCHERS if row.name == name), None)
     if row is None or row.mpi or row.name == HORORUN:
         return
-    told = [row.rank, row.size, row.local_rank, row.local_size]
-    named = [next((n for n in names.split("|") if env.get(n)), "") for names in told]
+    names_of_row = [row.rank, row.size, row.local_rank, row.local_size]
+    named = [next((n for n in names.split("|") if env.get(n)), "") for names in names_of_row]
     for name in named:
         if name and not env[name].isdecimal():
             raise _incomplete(f"{name}={env[name]!r} is not a number")
@@ -266,18 +266,18 @@ def variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: env[name] for name in VARIABLES if name in env}
 
 
-def become(told: Mapping[str, str]) -> None:
+def become(variables: Mapping[str, str]) -> None:
     """Make this process a rank, if another program has started it."""
     for name in VARIABLES:
         os.environ.pop(name, None)
-    os.environ.update(told)
+    os.environ.update(variables)
 
 
 def refuse_without_mpi(launch: Launch) -> None:
     """ValueError if there are other processes that MPI does not connect with this one."""
     if launch.launched and not launch.mpi:
         raise ValueError(
-            f"init: {launch.sign} shows that there are at least {launch.least_size} processes (set "
+            f"init: {launch.sign} shows that there are at least {launch.min_size} processes (set "
             f"by {launch.launcher}), but neither MPI nor HORORING_RENDEZVOUS connects this process "
             "with them: use hororun -np N python ... or mpirun; or set HORORING_ALONE=1, if this "
             "process is to be a job of one rank"

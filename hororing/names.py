@@ -99,7 +99,7 @@ job.at_init(restart_default_names)
 
 
 def encode_name(name: str) -> bytes:
-    """The bytes by which the core knows a tensor."""
+    """Return the name as the core's bytes."""
     _check_type(name)
     if "\0" in name:
         raise ValueError(f"name {name!r} holds a zero character")

@@ -1,4 +1,4 @@
-"""Where NCCL may be: in the packages on which frameworks depend, or in the system.
+"""Finds NCCL in the packages on which frameworks depend, or in the system.
 
 Nothing is imported or loaded here. The core prefers a library that the process has already loaded,
 and otherwise opens the first that it can.
@@ -21,5 +21,5 @@ def libraries(chosen: str | None = None) -> str:
     if chosen:
         return chosen
     candidates = [os.path.join(folder, _IN_PACKAGE) for folder in sys.path]
-    # The bare name also finds one that is loaded already, wherever it came from.
+    # The bare name also finds a library that is already loaded.
     return ":".join([*filter(os.path.exists, candidates), _SYSTEM])

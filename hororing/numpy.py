@@ -103,7 +103,7 @@ class NumpyAdapter:
         return np.empty(tensor.shape, tensor.dtype)
 
     def describe(self, tensor: Array) -> tuple[int, int, tuple[int, ...]]:
-        """Address, data type, shape."""
+        """Return address, data type and shape."""
         number = _NUMBERS.get(tensor.dtype)
         if number is None:
             number = collectives.DTYPES[tensor.dtype.name]
@@ -122,10 +122,10 @@ class NumpyAdapter:
         return 0
 
     def record(self, owners: object) -> None:
-        """Nothing: there are no streams."""
+        """Do nothing: there are no streams."""
 
     def mark_written(self, tensors: Sequence[Array]) -> None:
-        """Nothing: NumPy keeps no account of writes."""
+        """Do nothing: NumPy does not track writes."""
 
     def gathered(self, result: collectives.Gathered, like: Array) -> Array:
         """Wrap the core's memory."""

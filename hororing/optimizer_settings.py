@@ -17,10 +17,10 @@ WHAT = "DistributedOptimizer"
 class Settings(Reduction):
     """How an optimizer reduces."""
 
-    name: str  # what the names of its requests begin with
+    name: str  # prefix of the names of its requests
     passes: int  # gradients that are added up before each reduction
     average_passes: bool
-    weight: Any = None  # a tensor, while an update is made: how much this rank counts
+    weight: Any = None  # a tensor, during an update: this rank's weight
 
     def for_maxima(self, op: int) -> Settings:
         """Return the settings for variables that are not weights."""

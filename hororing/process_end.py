@@ -2,17 +2,17 @@
 
 None of the hooks acts in a forked child, which has no engine.
 
-How a process ends decides what its peers see:
+The end of a process determines the error of its peers:
 
 * the script returns, or calls `sys.exit(0)`: `shutdown()`, then MPI is finalised if we had
-  initialised it. Peers that go on get ShutDownError.
+  initialised it. Peers that continue get ShutDownError.
 * `sys.exit` with another code: the same, with the code in the text, but MPI is not finalised. A
-  peer that ends by that error ends with the same code, so that it is mpirun's, too. (Python tells
-  exit hooks nothing of the code, so sys.exit, exit and quit are made to raise an exception of ours;
-  `raise SystemExit(3)` looks like an end.)
-* an uncaught exception: peers get PeerLostError with this rank and the exception's text. MPI is
-  not finalised, since that would wait for ranks which may compute for hours: mpirun ends the job.
-  Where the interpreter goes on (a prompt, python -i, a library that shows the exception by
+  peer that ends by that error ends with the same code, so that it is mpirun's, too. (Exit hooks of
+  Python do not get the code, so sys.exit, exit and quit are replaced to raise our exception; `raise
+  SystemExit(3)` counts as a normal end.)
+* an uncaught exception: peers get PeerLostError with this rank and the exception's text. MPI is not
+  finalised, because that would wait for ranks that may compute for hours: mpirun ends the job. If
+  the interpreter continues (a prompt, python -i, a library that shows the exception by
   sys.excepthook), so does the engine.
 * killed: peers notice it.
 """
@@ -36,7 +36,7 @@ from hororing.failures import last_error
 from hororing.job import process as _process
 from hororing.logs import logger
 
-# The longest time that shutdown() waits for requests that all ranks have submitted. A frozen peer
+# The maximum time that shutdown() waits for requests that all ranks have submitted. A frozen peer
 # must not keep this process from ending.
 _SHUTDOWN_TIMEOUT_S = 30.0
 
@@ -91,7 +91,7 @@ def install_hooks(close_log: Callable[[], None]) -> None:
 
 
 class _Exit(SystemExit):
-    """Raised by `sys.exit`; tells `_at_exit` the code if it is not caught."""
+    """Raised by `sys.exit`; passes the code to `_at_exit` if it is not caught."""
 
     def _get(self) -> Any:
         code = _CODE.__get__(self)
@@ -115,7 +115,7 @@ _EXIT = re.compile(r"by sys\.exit\((\d+)\)")
 
 
 def _interpreter_goes_on() -> bool:
-    """Whether sys.excepthook was called for another reason than the end of the script.
+    """Whether sys.excepthook was called for a reason other than the end of the script.
 
     At a prompt, or by Python code that only shows an exception with it. The interpreter itself
     calls it when no Python code of the main thread runs any more.
@@ -139,7 +139,7 @@ def _abort(kind: type[BaseException], value: BaseException) -> None:
 
 
 def reason_of(kind: type[BaseException], value: BaseException) -> bytes:
-    """Return the text that peers get for an exception."""
+    """Return the text for peers about an exception."""
     try:
         reason = f"{kind.__name__}: {value}".removesuffix(": ")
     except Exception:  # a broken __str__ must not hide the exception itself

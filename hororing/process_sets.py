@@ -154,7 +154,7 @@ class SetOfMembers:
             return True
 
     def get(self, timeout_s: float) -> ProcessSet | None:
-        """Block until all members have asked for it; None: not within `timeout_s`."""
+        """Block until all members have requested it; None: not within `timeout_s`."""
         if self._set.process_set_id is None:
             if not collectives.wait_at_most(self._handle, timeout_s):
                 return None
@@ -292,7 +292,7 @@ def rank_and_size(process_set: ProcessSet) -> tuple[int, int]:
 
 
 def parse(given: Any) -> list[ProcessSet]:
-    """Return the static sets that `init(process_sets=...)` asks for."""
+    """Return the static sets of `init(process_sets=...)`."""
     if given is None or (isinstance(given, str) and given.lower() == "dynamic"):
         return []
     if isinstance(given, str) or not isinstance(given, Iterable):
@@ -318,7 +318,7 @@ def register_static(sets: Sequence[ProcessSet]) -> None:
 
 
 def _fits(process_set: ProcessSet) -> bool:
-    """Whether a set has some of the ranks of an elastic job, which may have changed.
+    """Whether a set fits the ranks of an elastic job, which may have changed.
 
     A set of all ranks is the global one; one that lacks ranks cannot be used.
     """

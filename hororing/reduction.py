@@ -123,7 +123,7 @@ def choose_groups(
 
 
 def checked_passes(passes: int) -> int:
-    """Return the number of backward passes per step if it is one."""
+    """Return the number of backward passes per step, checked."""
     try:
         number = operator.index(passes)
     except TypeError:

@@ -66,13 +66,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     Raises
     ------
     ValueError : a bad argument or environment variable; this rank is not in `comm`; or a launcher
-        started several processes without saying where they meet (HORORING_ALONE=1 makes each a job
-        of one rank).
+        started several processes without a rendezvous (HORORING_ALONE=1 makes each a job of one
+        rank).
     MismatchError : ranks are configured differently.
-    TransportError : ranks cannot reach one another, or some did not come within HORORING_TIMEOUT_S.
-    PeerLostError : a rank ended before all had come, as far as its host or MPI reports.
+    TransportError : ranks cannot connect, or some did not call init within HORORING_TIMEOUT_S.
+    PeerLostError : a rank ended before all had called init, as far as its host or MPI reports.
     KeyboardInterrupt : within seconds. If MPI was starting, the process can only end.
-    SystemExit : 0, an elastic job no longer needs this process: its host was removed, or all is
+    SystemExit : 0, an elastic job no longer needs this process: its host was removed, or the job is
         done.
 
     Examples
@@ -90,7 +90,7 @@ def start(
     process_sets: Any = None,
     meet: Callable[[], Member] | None = None,
 ) -> None:
-    """Do what `init` does, in a job that was launched as `started_by` says.
+    """Do as `init`, in a job launched by `started_by`.
 
     `meet` finds the ranks' store if the environment does not name one.
     """
@@ -187,7 +187,7 @@ def _lost(error: RendezvousError) -> errors.HororingInternalError:
 
 
 def _answer(member: Member, timeout_s: float) -> None:
-    """Share the texts that the core asks for. Blocks until all ranks have come so far."""
+    """Share the texts that the core requests. Blocks until all ranks do so."""
     mine = ffi.string(lib.hr_asked()).decode("utf-8", "surrogateescape")
     try:
         texts = member.share(mine, timeout_s or math.inf)
@@ -206,7 +206,7 @@ def _run(
     ranks: list[int] | None,
     neighbours: Neighbours | None,
 ) -> None:
-    """Start the engine. After an exception there is none."""
+    """Start the engine. After an exception, no engine exists."""
     level = _log.configure(
         settings.log_level(),
         chosen=settings.settings["LOG_LEVEL"].source != "default",
@@ -314,8 +314,8 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Record the events of all ranks in `file_path` from now on.
 
-    Only rank 0's call has an effect. A timeline that is being written is finished first; with the
-    same file it continues. `mark_cycles` adds CYCLE_START events. The file holds the last
+    Only rank 0's call has an effect. A timeline in progress is finished first; with the same file
+    it continues. `mark_cycles` adds CYCLE_START events. The file holds the last
     HORORING_TIMELINE_BYTES. ValueError if it cannot be written.
 
     >>> hvd.start_timeline("timeline.json")

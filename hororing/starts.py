@@ -1,4 +1,4 @@
-"""Where the ranks of a launcher without MPI meet, according to its variables.
+"""The rendezvous of ranks started by a launcher without MPI, from its variables.
 
 ======================  ========================================================================
 torchrun, accelerate    torch's store at MASTER_ADDR:MASTER_PORT (rendezvous/torch_store.py)
@@ -40,7 +40,7 @@ class Place:
 
 
 def place(started_by: Launch, env: Mapping[str, str]) -> Place | None:
-    """From the launcher's variables; None: they name no place.
+    """Return the place from the launcher's variables; None: they name none.
 
     ValueError names the variable that is missing or wrong.
     """

@@ -1,4 +1,4 @@
-"""The timeline's first stages, which happen in the adapters."""
+"""The timeline's first stages, which the adapters record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def enabled() -> bool:
 
 
 def path() -> str:
-    """The file that is being written, or the latest one; "": none, or not on this rank."""
+    """Return the present or the latest file; "": none, or not on this rank."""
     return job.process.timeline
 
 

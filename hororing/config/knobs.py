@@ -115,8 +115,8 @@ KNOBS: tuple[Knob, ...] = (
         "CYCLE_TIME_MS",
         number(0, 1e4),
         1.0,
-        "longest time for which a tensor is held back so that others can join it; an eighth of "
-        "that for a tensor that comes alone; a tensor for which a caller waits or polls is not "
+        "maximum time for which a tensor is held so that others can share its batch; an eighth of "
+        "that for a tensor that arrives alone; a tensor for which a caller waits or polls is not "
         "held back",
         unit="ms",
         scope="all",
@@ -189,7 +189,7 @@ KNOBS: tuple[Knob, ...] = (
         "ALONE",
         BOOL,
         False,
-        "this process is a job of one rank, whatever its launcher says",
+        "this process is a job of one rank under any launcher",
     ),
     Knob(
         "TRANSPORT",
@@ -204,8 +204,8 @@ KNOBS: tuple[Knob, ...] = (
         PATH,
         None,
         "network of this host that TCP uses: an address, or a name such as eth0; unset: the "
-        "network from which the store is reached; under mpirun the one that Open MPI is told to "
-        "use, or that of the default route",
+        "network from which the store is reached; under mpirun the one of "
+        "OMPI_MCA_btl_tcp_if_include, or that of the default route",
     ),
     Knob(
         "BACKEND",
@@ -220,7 +220,7 @@ KNOBS: tuple[Knob, ...] = (
         choice("auto", "ring", "recursive_doubling", "three_phase"),
         "auto",
         "algorithm of allreduces over several hosts; three_phase needs shared memory on each host; "
-        "auto: three_phase if it can be had, otherwise the cheaper of the other two for the size, "
+        "auto: three_phase if possible, otherwise the cheaper of the other two for the size, "
         "by message costs between the hosts, which init measures; REPRODUCIBLE=1 allows only auto, "
         "because it sums in rank order",
         scope="all",
@@ -304,7 +304,7 @@ KNOBS: tuple[Knob, ...] = (
         "TIMEOUT_S",
         _SECONDS,
         300.0,
-        "longest time that init or one batch of tensors may wait for other ranks, and a request "
+        "maximum time that init or one batch of tensors may wait for other ranks, and a request "
         "for ranks that give no sign of life; 0: forever",
         unit="s",
     ),
@@ -312,8 +312,8 @@ KNOBS: tuple[Knob, ...] = (
         "ELASTIC_TIMEOUT_S",
         _SECONDS,
         600.0,
-        "elastic jobs: longest time with fewer than --min-np processes, or until all processes of "
-        "a generation that is over ask for the next one; 0: forever; read by hororun",
+        "elastic jobs: maximum time with fewer than --min-np processes, or until all processes of "
+        "a finished generation request the next one; 0: forever; read by hororun",
         unit="s",
         aliases=(_same("HOROVOD_ELASTIC_TIMEOUT", _SECONDS),),
     ),
@@ -321,7 +321,7 @@ KNOBS: tuple[Knob, ...] = (
         "PEER_TIMEOUT_S",
         number(0.5, 3600),
         2.0,
-        "elastic jobs: a process that gives no sign of life for so long is lost; read by hororun",
+        "elastic jobs: a process that gives no sign of life for this long is lost; read by hororun",
         unit="s",
     ),
     Knob(
@@ -381,7 +381,7 @@ KNOBS: tuple[Knob, ...] = (
         STEPS,
         None,
         "the training steps that TIMELINE records, counted from 1; a step ends when the name of "
-        "an allreduce among all ranks comes again; unset: all steps",
+        "an allreduce among all ranks occurs again; unset: all steps",
         scope="rank 0",
     ),
     Knob(

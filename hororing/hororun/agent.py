@@ -90,12 +90,12 @@ class _Agent:
         own = launch.environment()
         environment = {name: own[name] for name in own if name not in launch.VARIABLES}
         environment |= message["environment"]
-        # The launcher's host as this host sees it, if ssh says so.
+        # The address of the launcher's host, if ssh reports it.
         seen = environment.get("SSH_CONNECTION", "").partition(" ")[0]
         descriptor = memory_file("secret", bytes.fromhex(message["secret"]))
         try:
-            for told in message["ranks"]:
-                variables = {**environment, **told["environment"]}
+            for rank in message["ranks"]:
+                variables = {**environment, **rank["environment"]}
                 variables["HORORING_SECRET_FD"] = str(descriptor)
                 if seen:
                     addresses = variables["HORORING_RENDEZVOUS"]
@@ -104,7 +104,7 @@ class _Agent:
                         f"{protocol.show_address(seen, int(port))},{addresses}"
                     )
                 program = Program(
-                    told["rank"], message["command"], variables, message["directory"],
+                    rank["rank"], message["command"], variables, message["directory"],
                     message.get("sharing", 0), self._payload, answers=self._payload is not None,
                 )  # fmt: skip
                 self._ranks.start(program, descriptor)
@@ -122,5 +122,5 @@ def free_port() -> int:
 
 
 def main() -> None:
-    """Returns when the launcher says so or has ended."""
+    """Return when the launcher requests it or has ended."""
     _Agent().run()

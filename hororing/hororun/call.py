@@ -29,7 +29,7 @@ from hororing.hororun.local import append
 RETURNED, RAISED = b"R", b"E"
 HEAD_BYTES = 9
 _END_S = 5.0  # after an exception
-# In front of a descriptor for the answer. Where this package is, PYTHONPATH need not tell.
+# Followed by a descriptor for the answer. Does not need this package in PYTHONPATH.
 PROGRAM = (
     f"import sys; sys.path[:] = [{str(Path(__file__).parents[2])!r}, *filter(None, sys.path)]; "
     "from hororing.hororun.call import main; main()"
@@ -38,7 +38,7 @@ PROGRAM = (
 
 @dataclass(frozen=True)
 class Call:
-    """The message to ranks: first where modules are found, then the call, which needs them.
+    """The message to ranks: first the paths of modules, then the call, which needs them.
 
     `sources` are the texts of files that exist in memory only, such as notebook cells; tracebacks
     show them. `file` is where the function is defined, which cloudpickle 3.1.3 leaves out.
@@ -53,16 +53,16 @@ class Call:
 
 @dataclass(frozen=True)
 class RankException:
-    """The exception of a rank. `error` is a pickle of it, b"" where there can be none."""
+    """The exception of a rank. `error` is a pickle of it, b"" if it cannot be pickled."""
 
     what: str  # its type and text
     trace: str
     error: bytes
-    by_peers: bool  # it tells of another rank's end
+    by_peers: bool  # it reports another rank's end
 
 
 def describe(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
-    """Make what ranks read. TypeError where it cannot be pickled."""
+    """Make the message to ranks. TypeError if it cannot be pickled."""
     try:
         call = cloudpickle.dumps((function, args, kwargs))
     except Exception as error:  # each type has its own
@@ -81,28 +81,28 @@ def describe(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
 
 
 def main() -> None:
-    """Call the function, and answer. Ends the process as a script does: 1 after an exception."""
+    """Call the function, and answer. Ends the process like a script: with 1 after an exception."""
     answer = int(sys.argv[1])
     os.set_inheritable(answer, False)
-    told: Call = pickle.loads(Path("/proc/self/fd/0").read_bytes())
+    message: Call = pickle.loads(Path("/proc/self/fd/0").read_bytes())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.path[:] = [*told.path, sys.path[0]]
-    sys.argv[:] = told.argv
-    linecache.cache.update(told.sources)
+    sys.path[:] = [*message.path, sys.path[0]]
+    sys.argv[:] = message.argv
+    linecache.cache.update(message.sources)
     shown_by_script: list[BaseException] = []
     hook = sys.excepthook
     sys.excepthook = lambda kind, error, trace: (
         None if error in shown_by_script else hook(kind, error, trace)
     )
     try:
-        function, args, kwargs = pickle.loads(told.call)
+        function, args, kwargs = pickle.loads(message.call)
         if isinstance(function, FunctionType):
-            function.__code__ = _of_file(function.__code__, told.file)
+            function.__code__ = _of_file(function.__code__, message.file)
         body = pickled(function(*args, **kwargs))
     except SystemExit:
         raise  # the launcher sees the code
     except BaseException as error:
-        # Answer before other ranks learn of the error: their errors follow from this one.
+        # Answer before other ranks notice the error: their errors follow from this one.
         append(answer, packed(RAISED, pickle.dumps(raised(error))))
         shown_by_script.append(error)
         _exit_within(_END_S)
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def _of_file(code: CodeType, file: str) -> CodeType:
-    """The code, and that of the functions in it, with the name of their file if that was lost."""
+    """Return the code, and that of nested functions, with the file's name if that was lost."""
     if code.co_filename != "<dynamic-code>":
         return code
     constants = (_of_file(c, file) if isinstance(c, CodeType) else c for c in code.co_consts)
@@ -120,14 +120,14 @@ def _of_file(code: CodeType, file: str) -> CodeType:
 
 
 def _exit_within(limit_s: float) -> None:
-    """End this process then, if a thread of the script lets it live on: the caller waits."""
+    """End this process then, even if a thread of the script still runs: the caller waits."""
     timer = threading.Timer(limit_s, os._exit, (1,))
     timer.daemon = True
     timer.start()
 
 
 def read(answer: bytearray) -> tuple[bytes, Any] | None:
-    """Take an answer apart: its kind, and what was pickled. None: it has not come, or not all."""
+    """Return the kind and the body of an answer. None: it is not complete."""
     length = int.from_bytes(answer[1:HEAD_BYTES], "big")
     if len(answer) < HEAD_BYTES + length or not answer:
         return None
@@ -140,7 +140,7 @@ def packed(kind: bytes, body: bytes) -> bytes:
 
 
 def pickled(result: Any) -> bytes:
-    """Return the body of one that has RETURNED. TypeError where it cannot be pickled."""
+    """Return the body of a RETURNED answer. TypeError if the result cannot be pickled."""
     try:
         return bytes(cloudpickle.dumps(result))
     except Exception as error:
@@ -154,7 +154,7 @@ def raised(error: BaseException) -> RankException:
         trace = trace.tb_next  # without `main`
     try:
         again = bytes(cloudpickle.dumps(error))
-    except Exception:  # the text has to do
+    except Exception:  # the text must suffice
         again = b""
     return RankException(
         _text(error),

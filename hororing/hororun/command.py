@@ -224,8 +224,8 @@ def _hosts(arguments: argparse.Namespace) -> tuple[list[Host], allocation.Alloca
         return hosts or [Host("localhost")], None
     size = arguments.num_proc
     # Schedulers give one task per host if the user did not ask for a number.
-    untold = size and size > len(given.hosts) and {each.slots for each in given.hosts} == {1}
-    if arguments.nproc_per_node or untold:
+    one_per_host = size and size > len(given.hosts) and {each.slots for each in given.hosts} == {1}
+    if arguments.nproc_per_node or one_per_host:
         return [Host(each.name) for each in given.hosts], given
     return given.hosts, given
 
@@ -318,7 +318,7 @@ def _output(
 
 
 def _node(place: Place) -> str:
-    """The NUMA node that a rank will be bound to, as far as this host can tell."""
+    """The NUMA node that a rank will be bound to, as far as this host knows."""
     if not start.is_local(place.host):
         return "?"
     allowed = frozenset(os.sched_getaffinity(0))
@@ -404,9 +404,9 @@ def _no_program(name: str) -> str:
 def _dry_run(placed: list[Place], command: list[str], variables: dict[str, str]) -> int:
     rendezvous = Rendezvous("JOB", "HOST:PORT", ("HOST", 0))
     for place in placed:
-        told = {**variables, **plan.environment(place, len(placed), rendezvous)}
-        del told["MASTER_ADDR"], told["MASTER_PORT"]
-        shown = " ".join(f"{name}={shlex.quote(value)}" for name, value in told.items())
+        shown_variables = {**variables, **plan.environment(place, len(placed), rendezvous)}
+        del shown_variables["MASTER_ADDR"], shown_variables["MASTER_PORT"]
+        shown = " ".join(f"{name}={shlex.quote(value)}" for name, value in shown_variables.items())
         print(f"{place.host}: {shown} {shlex.join(command)}")
     return 0
 

@@ -24,16 +24,16 @@ Found = Callable[[list[Host]], None]
 
 
 class Finder(Protocol):
-    """What tells an elastic job its hosts, time and again."""
+    """Repeatedly finds the hosts of an elastic job."""
 
     def left_s(self) -> float:
         """Time until `go_on` has something to do."""
 
     def go_on(self) -> None:
-        """Look for hosts, when it is time."""
+        """Find the hosts, if that is due."""
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop."""
 
 
 class Discovery:
@@ -100,7 +100,7 @@ class Discovery:
             os.killpg(self._popen.pid, signal.SIGKILL)
 
     def _take(self) -> tuple[int, str, str]:
-        """Its exit code and what it has printed."""
+        """Take its exit code and its output."""
         assert self._popen is not None
         code = self._popen.wait()
         self._popen = None

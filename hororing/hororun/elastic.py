@@ -1,9 +1,9 @@
-"""An elastic job: processes come and go, and it goes on while there are enough of them.
+"""An elastic job: processes join and leave, and it continues while there are enough of them.
 
-A process is known by its number, in the order of starts. It has a rank as soon as the store has put
-it into a generation. A process that fails is replaced by a new one in the same slot, after a delay
-(`slots`), until a process has finished: then nothing is started any more, and the job ends with the
-last one. Success is said to the store; an exit code of 0 alone is none.
+Processes are numbered in the order of starts. A process has a rank as soon as the store has put it
+into a generation. A process that fails is replaced by a new one in the same slot, after a delay
+(`slots`), until a process has finished: then no more are started, and the job ends with the last
+one. Processes report success to the store; an exit code of 0 alone is not success.
 
 Everything but `Events.put` happens in the thread that runs the job.
 """
@@ -57,16 +57,16 @@ class ElasticJob:
     ----------
     what : see there.
     output : whose `ranks` follow the generations.
-    make_program : tells what the process of a number runs in a slot.
-    make_store : makes a store, to be started, which waits for so many processes at first, and calls
-        what it is given with events. Also gets the hosts that are known.
-    make_host : makes what stands here for the host of a name, and calls what it is given when the
-        host can no longer be reached. CannotStartError.
-    make_discovery : makes what calls the one or the other from time to time: with hosts, or with
-        why there are none. None: the hosts of `what` stay.
-    grace_s : between the request to end and the end.
+    make_program : returns the program of the process with a number, in a slot.
+    make_store : makes a store, not started yet, from the number of processes that it first waits
+        for, the known hosts, and a function that it calls with events.
+    make_host : makes the object for the host of a name, which calls a given function when the host
+        can no longer be reached. CannotStartError.
+    make_discovery : makes a `Finder` that calls one of two functions from time to time: with hosts,
+        or with an error text. None: the hosts of `what` stay.
+    grace_s : time between the request to end and SIGKILL.
     start_timeout_s : how long an agent may take to answer.
-    membership : a file that gets a line of JSON for each generation. None: there is none.
+    membership : a file that gets a line of JSON for each generation. None: no file.
 
     Attributes
     ----------
@@ -110,14 +110,14 @@ class ElasticJob:
         self._expected = 0
         self._failures: list[ElasticProcess] = []
         self._recent = 0  # the first of these that no generation has followed
-        self._finished = False  # a process has: nothing is started any more
+        self._finished = False  # a process has finished: no more are started
         self.why = ""  # it has failed
         self.answers: dict[int, bytearray] = defaultdict(bytearray)  # by number
-        self._host_unreachable = False  # a host does not answer any more
+        self._host_unreachable = False  # a host no longer answers
         self._discovery: Finder | None = None
 
     # -----------------------------------------------------------------------------------------
-    # What hosts tell
+    # Reports of hosts
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
         """As `Sink.output`."""
@@ -131,10 +131,10 @@ class ElasticJob:
         process = self.processes[rank]
         if process.code is not None:
             return
-        self._take_events()  # what it had said before
+        self._take_events()  # its earlier events
         until = time.monotonic() + _TOLD_S
         while code == 0 and process.is_member() and (left_s := until - time.monotonic()) > 0:
-            self._take_events(left_s)  # the store is about to tell how it has left
+            self._take_events(left_s)  # the store is about to report how it has left
         process.code = code
         process.slot.busy = False
         for gone in process.gone:
@@ -168,7 +168,7 @@ class ElasticJob:
         self._output.say(text)
 
     def _finish(self) -> None:
-        """Start no more processes; those that have not taken part yet are not needed."""
+        """Start no more processes; end those that have not taken part yet."""
         self._finished = True
         for process in self._live():
             if not process.generation:
@@ -228,7 +228,7 @@ class ElasticJob:
             host.of.signal(number)
 
     def _left_s(self) -> float:
-        """Time until something is to be done that no event tells of."""
+        """Time until the next action that no event triggers."""
         now = time.monotonic()
         running = len(self._live())
         starts = not (self._ending.begun or self._finished)
@@ -310,7 +310,7 @@ class ElasticJob:
             self._output.say(f"host {', '.join(came)} was added")
 
     def _retire(self, name: str) -> None:
-        """Let members leave this host when it suits them, and others at once."""
+        """Let members leave this host at their next commit, and others at once."""
         host = self._hosts.get(name)
         if host is None or self._store is None:
             return
@@ -330,7 +330,7 @@ class ElasticJob:
         self._output.say(text)
 
     def _host_ended(self, name: str, host: ElasticHost, text: str) -> None:
-        """Of the agent; its processes are told to have ended next."""
+        """The agent has ended; it reports the ends of its processes next."""
         if self._hosts.get(name) is not host:
             return
         del self._hosts[name]
@@ -359,7 +359,7 @@ class ElasticJob:
         self._dead_hosts.clear()
 
     # -----------------------------------------------------------------------------------------
-    # What the store tells
+    # Events of the store
 
     def _take_events(self, wait_s: float = 0.0) -> None:
         for event, gone in self._events.take(wait_s):
@@ -416,7 +416,7 @@ class ElasticJob:
             self._fail(f"more than {self._what.reset_limit} resets (--reset-limit)")
 
     # -----------------------------------------------------------------------------------------
-    # Whether it can go on
+    # Whether the job can continue
 
     def _judge(self) -> None:
         if not self._ending.go_on():
@@ -436,7 +436,7 @@ class ElasticJob:
             if not any(each.generation for each in live):
                 self._fail(elastic_processes.no_state(self._failures[self._recent :]))
         elif not any(each.uid for each in live):
-            # Started again, it would fail again.
+            # A new start would fail again.
             failed = {each.slot for each in self._failures if (each.code or 0) > 0}
             if failed and len(failed) >= self._slots.usable():
                 self._fail("every process has failed before the first generation")
@@ -471,13 +471,13 @@ class ElasticJob:
 
     @property
     def first_failed(self) -> ElasticProcess | None:
-        """The process that tells best why the job has failed."""
+        """The process that best explains why the job has failed."""
         recent = self._failures[self._recent :] or self._failures[-1:]
-        # One that was killed: the others may have met its end.
+        # One that was killed: it may have caused the others' ends.
         return next((each for each in recent if (each.code or 0) < 0), next(iter(recent), None))
 
     def conclude(self) -> int:
-        """Say how it has ended, and return the exit code of hororun."""
+        """Print how it has ended, and return the exit code of hororun."""
         if self._failures:
             started = len(self.processes)
             self._output.say(failures(self._failures, started, self._generation, self._several))
@@ -495,6 +495,6 @@ class ElasticJob:
         return code if code > 0 else 128 - code
 
     def end_report(self, process: ElasticProcess) -> list[str]:
-        """How it has ended, for people: lines."""
+        """Lines for the user: how it has ended."""
         how = f"{process.name(self._several)} {process.how()}"
         return end_report(how, process.code or 0, self._output.tail(process.number))

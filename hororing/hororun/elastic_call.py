@@ -1,4 +1,4 @@
-"""`hororing.run` of an elastic job: who takes part, and what the function returned."""
+"""`hororing.run` of an elastic job: its settings and results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EndedElastic:
 
     Raises
     ------
-    RunError : it has failed, and no process says why.
+    RunError : it has failed, and no process has reported an error.
     """
 
     def __init__(self, job: ElasticJob) -> None:

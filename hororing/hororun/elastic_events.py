@@ -26,10 +26,10 @@ class Events:
         selector.register(self._wake, selectors.EVENT_READ, self._woken)
 
     def put(self, event: Event) -> None:
-        """Called by the store, which goes on when a process that it has declared dead is dead.
+        """Called by the store; returns when a process that it has declared dead has ended.
 
         A process that was only stopped could otherwise write into memory that it shares with the
-        others. Only one of this host is waited for: another host may not be reached any more.
+        others. This waits only for processes of this host: other hosts may be unreachable.
         """
         gone = threading.Event()
         self._queue.put((event, gone))
@@ -38,14 +38,14 @@ class Events:
             gone.wait(_GONE_S)
 
     def take(self, wait_s: float = 0.0) -> Iterator[tuple[Event, threading.Event]]:
-        """Yield the events that have come. Where there are none, wait so long for the first."""
+        """Yield the received events. If there are none, wait at most this long for the first."""
         with contextlib.suppress(queue.Empty):
             yield self._queue.get(block=wait_s > 0, timeout=wait_s or None)
             while True:
                 yield self._queue.get_nowait()
 
     def close(self) -> None:
-        """Close it. REQUIRES: no thread puts anything any more."""
+        """Close it. REQUIRES: no thread calls `put` any more."""
         self._selector.unregister(self._wake)
         os.close(self._wake)
 

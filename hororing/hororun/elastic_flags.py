@@ -120,8 +120,8 @@ def chosen(
 
 def _with_slots(hosts: Sequence[Host], slots: int | None, np: int) -> list[Host]:
     """Give hosts without a number of slots equal numbers."""
-    untold = slots or -(-np // len(hosts))
-    found = [host if host.slots is not None else replace(host, slots=untold) for host in hosts]
+    default = slots or -(-np // len(hosts))
+    found = [host if host.slots is not None else replace(host, slots=default) for host in hosts]
     total = sum(host.slots or 0 for host in found)
     if total < np:
         raise ValueError(f"-np {np}: the hosts have {total} slots")

@@ -1,4 +1,4 @@
-"""The processes of an elastic job and their hosts, as the job knows them."""
+"""The launcher's records of an elastic job's processes and hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMED = 8  # of those that have failed
 
 
 class ProcessHost(Protocol):
-    """What starts and ends processes on a host: see `hosts`."""
+    """Starts and ends processes on a host: see `hosts`."""
 
     ready: bool  # `start` may be called
     hostname: str  # as its processes call it
@@ -24,10 +24,10 @@ class ProcessHost(Protocol):
         """Start some. CannotStartError."""
 
     def signal(self, number: int, rank: int | None = None) -> None:
-        """Send it to one, or to all."""
+        """Send a signal to one process, or to all."""
 
     def reap(self, rank: int) -> None:
-        """Forget one that has ended."""
+        """Remove a process that has ended."""
 
     def close(self) -> None:
         """Leave nothing behind."""
@@ -44,35 +44,35 @@ class ElasticHost:
 
 @dataclass(eq=False)
 class ElasticProcess:
-    """A process: what was done with it, and what it has done."""
+    """A process and its state."""
 
     number: int
     slot: Slot
     host: ElasticHost
     began: float
-    uid: str = ""  # of its membership, once it has come
+    uid: str = ""  # of its membership, once it has joined
     rank: int | None = None  # in the last generation in which it was
     generation: int = 0
-    status: int | None = None  # what it has said at its end
+    status: int | None = None  # reported at its end
     code: int | None = None  # its exit code, or minus the signal
     leaves: bool = False  # as the job wants it: no failure
-    said: str = ""  # how it has ended, where the code does not tell
+    said: str = ""  # how it has ended, if the code does not show it
     lost_at: float | None = None  # when the store lost it
     gone: list[threading.Event] = field(default_factory=list)  # to be set at its end
 
     def name(self, with_host: bool) -> str:
-        """Name it for people; with its host, if there are several."""
+        """Return its name for messages; with its host, if there are several."""
         where = f"process {self.number}" + (f" on host {self.slot.host}" if with_host else "")
         if self.rank is None:
             return where
         return f"rank {self.rank} of generation {self.generation} ({where})"
 
     def is_member(self) -> bool:
-        """Whether the store has not told yet that it has left."""
+        """Whether it is a member: the store has not reported that it left."""
         return bool(self.uid) and self.status is None and self.lost_at is None
 
     def how(self) -> str:
-        """Say how it has ended."""
+        """Describe how it has ended."""
         if self.said:
             return self.said
         if self.code == 0:
@@ -82,7 +82,7 @@ class ElasticProcess:
 
 
 def failures(failed: Sequence[ElasticProcess], started: int, generations: int, host: bool) -> str:
-    """Tell how many have failed, for people; with hosts, if there are several."""
+    """Describe how many have failed; with hosts, if there are several."""
     names = ", ".join(each.name(host) for each in failed[:_NAMED])
     more = f" and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
     return (
@@ -92,7 +92,7 @@ def failures(failed: Sequence[ElasticProcess], started: int, generations: int, h
 
 
 def no_state(failed: Sequence[ElasticProcess]) -> str:
-    """Say that nobody is left, and what a script lacks whose processes end with the first one."""
+    """Say that no process is left, with a hint if all ended with the first one."""
     text = "no process is left that has the state of the training"
     codes = [each.code or 0 for each in failed]
     if codes and codes[0] < 0 < max(codes):

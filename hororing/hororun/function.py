@@ -1,4 +1,4 @@
-"""`hororing.run`: calls a function on every rank of a new job, and returns what they returned."""
+"""`hororing.run`: calls a function on every rank of a new job, and returns the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hororing.hororun.plan import Place
 from hororing.hosts import Host
 
 _MPI = "there is no MPI between these ranks: start a script with mpirun instead"
-# Arguments of Horovod's, and what to do instead.
+# Arguments of Horovod, with their replacements.
 _REFUSED = dict.fromkeys(("use_mpi", "mpi_args"), _MPI)
 _IGNORED = ("verbose", "use_gloo")
 
@@ -69,14 +69,14 @@ def run(
     ----------
     func : any callable that cloudpickle can carry; also of a notebook or of `__main__`. It calls
         `hvd.init()` itself.
-    args, kwargs : what it is called with, the same on all ranks.
+    args, kwargs : its arguments, the same on all ranks.
     np, num_proc : the number of ranks. None: as many as `hosts` have slots, else 1.
     hosts, hostfile : as ``a:4,b:4``, or a file with a line ``name slots=4`` each. None: this host.
         Others are reached by ssh; Python and modules have the same paths there.
     env : variables for all ranks, beside those of this process (on other hosts: beside its
         HORORING_* and HOROVOD_* ones).
     executable : the Python of the ranks. None: this one.
-    output_filename : a folder: what ranks print goes to files below, ``rank.N/stdout``.
+    output_filename : a folder for the output of ranks, in files ``rank.N/stdout``.
     tag_output : lines begin with their rank. None: if there are several.
     start_timeout : how long other hosts may take to answer, in seconds.
     grace : between the request to end and the end, for all ranks, in seconds.
@@ -84,8 +84,8 @@ def run(
     network_interface, network_interfaces : as HORORING_INTERFACE.
     disable_cache : as HORORING_CACHE_CAPACITY=0.
     min_np, min_num_proc, max_np, max_num_proc : with any of these or `host_discovery_script` the
-        job is elastic (docs/elastic.md): `func` calls what `hvd.elastic.run` has made. Processes
-        that fail are replaced. The fewest and the most ranks; None: `np`.
+        job is elastic (docs/elastic.md): `func` calls a function wrapped by `hvd.elastic.run`.
+        Processes that fail are replaced. Minimum and maximum number of ranks; None: `np`.
     slots, reset_limit, cooldown_range, host_discovery_script : as ``--slots-per-host``,
         ``--reset-limit``, ``--blacklist-cooldown-range`` and ``--host-discovery-script`` of
         hororun.
@@ -93,17 +93,16 @@ def run(
 
     Returns
     -------
-    What `func` returned on each rank, in the order of ranks; of an elastic job, of those that have
-    finished.
+    The results of `func`, by rank; in an elastic job, of the ranks that have finished.
 
     Raises
     ------
-    RunError : a rank raised an exception (which is the cause, where it can be pickled), was killed,
-        or cannot be started; the other ranks have been ended. In an elastic job: it cannot go on;
-        `rank` is the number of a process then.
+    RunError : a rank raised an exception (which is the cause, if it can be pickled), was killed, or
+        cannot be started; the other ranks have been ended. In an elastic job: it cannot continue;
+        `rank` is then the number of a process.
     TypeError : `func` or its arguments cannot be pickled.
-    ValueError : numbers that do not fit, or an argument that cannot be met; this process is a rank
-        itself.
+    ValueError : numbers that do not fit, or an argument that cannot be satisfied; or this process
+        is a rank itself.
     OSError : `hostfile` or `output_filename` cannot be opened.
     KeyboardInterrupt : Ctrl-C; all ranks have been ended.
 
@@ -244,7 +243,7 @@ def _placed(size: int | None, hosts: str | None, hostfile: str | None) -> list[P
 
 
 class Ended(Protocol):
-    """A job that has ended; `Job` tells what they are."""
+    """A job that has ended; see `Job` for the attributes."""
 
     results: dict[int, bytearray]
     failed: tuple[int, int] | None
@@ -257,7 +256,7 @@ class Ended(Protocol):
 
 
 def results(job: Ended, size: int) -> list[Any]:
-    """What the function has returned, by rank. RunError where a rank has failed."""
+    """Return the results of the function, by rank. RunError if a rank has failed."""
     answers: dict[int, tuple[bytes, Any]] = {}
     for rank in list(job.results):
         try:
@@ -285,7 +284,7 @@ def results(job: Ended, size: int) -> list[Any]:
 
 
 def pass_signal_on(asked: int | None) -> None:
-    """Let the signal that ended the job do what it would have done without us."""
+    """Let the signal that ended the job have its usual effect on this process."""
     if asked is None:
         return
     signal.raise_signal(asked)

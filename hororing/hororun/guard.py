@@ -12,7 +12,7 @@ import sys
 
 
 def main() -> None:
-    """Returns when all groups have been ended."""
+    """Return when all groups have been ended."""
     groups: set[int] = set()
     for line in sys.stdin:
         number = int(line)

@@ -55,8 +55,8 @@ class LocalHost:
         descriptor = memory_file("secret", self._secret)
         try:
             for program in programs:
-                told = {**program.environment, "HORORING_SECRET_FD": str(descriptor)}
-                self._ranks.start(replace(program, environment=told), descriptor)
+                own = {**program.environment, "HORORING_SECRET_FD": str(descriptor)}
+                self._ranks.start(replace(program, environment=own), descriptor)
         except OSError as error:
             raise CannotStartError(
                 f"{error.filename or programs[0].command[0]}: {error.strerror}"
@@ -141,12 +141,12 @@ class RemoteHost:
     def start(self, programs: Sequence[Program]) -> None:
         """Start ranks of one command. A failure is reported later, as their end."""
         self._running.update(program.rank for program in programs)
-        told = [{"rank": each.rank, "environment": dict(each.environment)} for each in programs]
+        ranks = [{"rank": each.rank, "environment": dict(each.environment)} for each in programs]
         first = programs[0]
         self._start(
             {
                 "directory": first.directory, "command": list(first.command), "environment": {},
-                "sharing": first.sharing, "ranks": told,
+                "sharing": first.sharing, "ranks": ranks,
             }
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ class CannotStartError(Exception):
 
 
 class Host(Protocol):
-    """The ranks of a host, from this process's view."""
+    """The ranks of a host, as seen by this process."""
 
     name: str
     ready: bool  # `begin` may be called
@@ -47,7 +47,7 @@ class Job:
     ----------
     hosts : of the job, to be added before `run`.
     host_of : names of other hosts, by rank.
-    results : the ranks' answers, in the order in which the first bytes came.
+    results : the ranks' answers, in the order in which their first bytes arrived.
     failed : the rank that determines the exit code, and its exit code or minus the signal.
     """
 
@@ -162,7 +162,7 @@ class Job:
         return code if code > 0 else 128 - code
 
     def end_report(self, rank: int, code: int) -> list[str]:
-        """Lines for people that say how a rank has ended."""
+        """Lines for the user: how a rank has ended."""
         return end_report(f"{self.name(rank)} {describe(code)}", code, self._output.tail(rank))
 
     def name(self, rank: int) -> str:
@@ -179,7 +179,7 @@ def conclude_asked(asked: int, codes: Collection[int | None], output: Output) ->
 
 
 def end_report(how: str, code: int, tail: Sequence[bytes]) -> list[str]:
-    """Lines for people: how a process has ended, and the last lines of its standard error."""
+    """Lines for the user: how a process has ended, and the last lines of its standard error."""
     last = "; the last lines of its standard error:" if tail else ", and said nothing about it"
     lines = (line.decode("utf-8", "surrogateescape") for line in tail)
     hint = "a SIGKILL that nobody sent is usually the kernel's, out of memory: see `dmesg`"
@@ -188,7 +188,7 @@ def end_report(how: str, code: int, tail: Sequence[bytes]) -> list[str]:
 
 
 def describe(code: int) -> str:
-    """Say how a process has ended, for people."""
+    """Describe how a process has ended."""
     if code >= 0:
         return f"has failed with exit code {code}"
     with contextlib.suppress(ValueError):

@@ -97,9 +97,9 @@ def bind_memory(node: int) -> None:
 def bind(local_rank: int, root: Path = SYSFS) -> Binding:
     """Bind this process, its later threads and its children to a node; see `choose`.
 
-    With a single node it does nothing, and `notice` says so. It also notes if memory may not be
-    bound, as in many containers: memory then comes from the node that first touches it, which is
-    this node while it has some.
+    With a single node it does nothing, with a `notice`. It also notes if memory may not be bound,
+    as in many containers: memory then comes from the node that first touches it, which is this node
+    while it has some.
     """
     chosen = choose(local_rank, read_nodes(root), frozenset(os.sched_getaffinity(0)))
     if chosen.node is None:

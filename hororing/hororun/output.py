@@ -24,7 +24,7 @@ class Output:
 
     Parameters
     ----------
-    streams : where standard output and standard error go: unbuffered, and open.
+    streams : the targets of standard output and standard error: unbuffered, and open.
     tag : start each line with its rank.
     colour : streams with coloured tags.
     only_from : ranks whose standard output is shown; None: all. Errors are always shown.

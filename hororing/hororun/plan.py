@@ -20,7 +20,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the ranks of a job find one another; the same on all hosts."""
+    """How the ranks of a job meet; the same on all hosts."""
 
     job: str
     address: str  # of the store; several are separated by commas
@@ -120,7 +120,7 @@ def replicas_of(rank: int, size: int, replicas: int) -> range:
 def topology(
     placed: Sequence[Place], replicas: int | None, node_of: Callable[[Place], str] | None
 ) -> str:
-    """Return the placement as a table for people. `node_of`: the NUMA node; None: not bound."""
+    """Return the placement as a readable table. `node_of`: the NUMA node; None: not bound."""
     hosts, size = len({place.host for place in placed}), len(placed)
     title = f"{_count(size, 'rank')} on {_count(hosts, 'host')}"
     if replicas is not None:

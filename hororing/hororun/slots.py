@@ -1,4 +1,4 @@
-"""Where an elastic job may start processes, and how soon again after a failure. Pure.
+"""The slots in which an elastic job starts processes, and their delays after failures. Pure.
 
 A slot is a place for one process on a host. After a failure it pauses, longer after each one. The
 pause is per slot, not per host, because only one GPU may be broken. A slot is retired if its
@@ -77,7 +77,7 @@ class Slots:
         return self._hosts.get(host, [])
 
     def usable(self) -> int:
-        """How many processes there can be, now or after a pause."""
+        """The number of possible processes, now or after a pause."""
         return min(sum(not slot.retired for slot in self._all()), self.max_np)
 
     def due(self, now: float, running: int) -> list[Slot]:
@@ -86,7 +86,7 @@ class Slots:
         return ready[: max(self.max_np - running, 0)]
 
     def next_at(self, now: float, running: int) -> float | None:
-        """When the next one will be due; None: not by time alone."""
+        """The time when the next one is due; None: not by time alone."""
         if running >= self.max_np:
             return None
         return min((slot.ready_at for slot in self._free() if slot.ready_at > now), default=None)

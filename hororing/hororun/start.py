@@ -40,7 +40,7 @@ class Start:
 
     Parameters
     ----------
-    placed : where ranks run.
+    placed : the places of the ranks.
     command : program and arguments, the same on all hosts.
     variables : for the ranks of all hosts. Those on this host also have this process's variables.
     rsh : the words before a host's name in a command that runs another one there.
@@ -78,7 +78,7 @@ def run(what: Start, output: Output) -> Job:
     payload = None if what.payload is None else memory_file("payload", what.payload)
 
     def prepare() -> None:
-        """Tell each host what to start, once free ports are known."""
+        """Send each host its programs, once free ports are known."""
         rendezvous = Rendezvous(
             store.job, _addresses(store, others), _master(what.placed[0], remote, bool(others))
         )
@@ -121,7 +121,7 @@ def run_elastic(
     inherited = {name: own[name] for name in own if name not in launch.VARIABLES}
     common = {"PYTHONUNBUFFERED": "1", "HORORING_ELASTIC": "1", "HORORING_JOB": job}
     payload = None if what.payload is None else memory_file("payload", what.payload)
-    told: dict[bool, str] = {}  # where processes find the store, by whether they are on this host
+    stores: dict[bool, str] = {}  # the store's address, by whether a process is on this host
 
     def make_store(
         at_first: Elastic, hosts: Sequence[Host], on_event: Callable[[Event], None]
@@ -134,10 +134,10 @@ def run_elastic(
             elastic_timeout_s=at_first.elastic_timeout_s, peer_timeout_s=at_first.peer_timeout_s,
         )  # fmt: skip
         store.listen()
-        told[False] = _addresses(store, others)
+        stores[False] = _addresses(store, others)
         # If this host is the only known one, its other addresses may not even work.
         loopback = protocol.show_address("127.0.0.1", store.port)
-        told[True] = told[False] if others or not several else f"{loopback},{told[False]}"
+        stores[True] = stores[False] if others or not several else f"{loopback},{stores[False]}"
         return store
 
     def make_program(number: int, slot: Slot) -> Program:
@@ -146,7 +146,7 @@ def run_elastic(
             **(inherited if here else {}),
             **common,
             **what.variables,
-            "HORORING_RENDEZVOUS": told[here],
+            "HORORING_RENDEZVOUS": stores[here],
             "HORORING_PROCESS": str(number),
             **({} if here else {"HORORING_HOSTNAME": slot.host}),
         }
@@ -188,7 +188,7 @@ def run_elastic(
 
 
 def new_store(size: int, several_hosts: bool) -> tuple[Store, bytes]:
-    """The store of a new job, not started yet, and its secret."""
+    """Return the store of a new job, not started yet, and its secret."""
     secret = protocol.new_secret()
     host = "" if several_hosts else "127.0.0.1"
     return Store(job=secrets.token_hex(8), size=size, secret=secret, host=host), secret
@@ -206,11 +206,11 @@ def _assign(
     own = launch.environment()
     inherited = {name: own[name] for name in own if name not in launch.VARIABLES}
     inherited = {"PYTHONUNBUFFERED": "1", **inherited, **what.variables}
-    told = {place.rank: plan.environment(place, size, rendezvous) for place in what.placed}
+    environments = {place.rank: plan.environment(place, size, rendezvous) for place in what.placed}
     stdin = {0: what.stdin} if payload is None else dict.fromkeys(range(size), payload)
     here.programs = [
         Program(
-            place.rank, what.command, {**inherited, **told[place.rank]}, os.getcwd(),
+            place.rank, what.command, {**inherited, **environments[place.rank]}, os.getcwd(),
             stdin=stdin.get(place.rank), answers=payload is not None,
         )
         for place in what.placed
@@ -223,7 +223,7 @@ def _assign(
             "command": list(what.command),
             "environment": {"PYTHONUNBUFFERED": "1", **what.variables},
             "ranks": [
-                {"rank": place.rank, "environment": told[place.rank]}
+                {"rank": place.rank, "environment": environments[place.rank]}
                 for place in what.placed
                 if place.host == host.name
             ],

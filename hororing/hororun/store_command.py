@@ -1,7 +1,6 @@
 """``python -m hororing store``: the store of an elastic job whose processes hororun does not start.
 
-Kubernetes, mpirun or a shell start them, and start others in the place of those that fail.
-docs/elastic.md tells which variables they need.
+Kubernetes, mpirun or a shell start them, and replace those that fail: see docs/elastic.md.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _DEFAULT = f"127.0.0.1:{KUBERNETES_PORT}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of the command."""
+    """Add the command's arguments."""
     add = parser.add_argument
     add("-np", "--num-proc", type=int, required=True, metavar="N",
         help="how many processes the job waits for at its start")  # fmt: skip
@@ -41,11 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until the job ends, or a signal comes.
+    """Serve until the job ends, or a signal arrives.
 
     Returns
     -------
-    0: the job's processes have finished; 1: it cannot go on; 2: flags; 130: Ctrl-C; 143: SIGTERM.
+    0: the job's processes have finished; 1: it cannot continue; 2: flags; 130: Ctrl-C; 143:
+    SIGTERM.
     """
     try:
         store, job = _made(arguments)
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Job:
-    """What the store tells, and what follows from it."""
+    """Handles the events of the store."""
 
     def __init__(self, membership: Path | None, reset_limit: int) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -85,7 +85,7 @@ class _Job:
         print(f"store: {text}", file=sys.stderr, flush=True)
 
     def follow(self) -> int:
-        """Until the job is over; the exit code."""
+        """Wait until the job is over; return the exit code."""
         why = None
         while why is None:
             why = self._note(self.events.get())
@@ -93,7 +93,7 @@ class _Job:
         return 1 if why else 0
 
     def _note(self, event: Event) -> str | None:
-        """None: the job goes on; "": it has finished; else why it has failed."""
+        """Return None if the job continues, "" if it has finished, or why it has failed."""
         if isinstance(event, Joined):
             self._members[event.uid] = False
             self._causes += [f"{_describe(event)} has arrived"] if self._generation else []
@@ -162,7 +162,7 @@ def _describe(event: Joined | Lost) -> str:
 
 
 class _Interrupted(BaseException):
-    """A signal asks the store to end."""
+    """A signal requests the end of the store."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -99,8 +99,8 @@ def run(
     try:
         host = context.getConf().get("spark.driver.host") if several else "127.0.0.1"
         address = protocol.show_address(str(host), store.port)
-        told = TaskSettings(store.job, address, secret, variables, executable, payload)
-        outcomes = _collect(context, size, partial(run_rank, told), store, start_timeout or 600.0)
+        task = TaskSettings(store.job, address, secret, variables, executable, payload)
+        outcomes = _collect(context, size, partial(run_rank, task), store, start_timeout or 600.0)
     finally:
         store.stop()
     return results(_Ended(outcomes), size)

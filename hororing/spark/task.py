@@ -47,16 +47,16 @@ class Outcome:
     last_lines: list[str]  # of its standard error
 
 
-def run_rank(told: TaskSettings, _: Iterable[int]) -> Iterator[Outcome]:
+def run_rank(task: TaskSettings, _: Iterable[int]) -> Iterator[Outcome]:
     """Run one task of a barrier stage: yield how its rank has ended. Blocks until then."""
     context = BarrierTaskContext.get()
-    driver, _port = protocol.parse_address(told.store)
+    driver, _port = protocol.parse_address(task.store)
     mine = [socket.gethostname(), interfaces.towards(driver), free_port()]
     everybody = [json.loads(text) for text in context.allGather(json.dumps(mine))]
     order = plan.neighbours([each[0] for each in everybody])
     rank = order.index(context.partitionId())
     _, address, port = everybody[order[0]]
-    rendezvous = Rendezvous(told.job, told.store, (address, port))
+    rendezvous = Rendezvous(task.job, task.store, (address, port))
     place = plan.by_host([everybody[i][0] for i in order])[rank]
     environment = {
         "PYTHONUNBUFFERED": "1",
@@ -65,13 +65,13 @@ def run_rank(told: TaskSettings, _: Iterable[int]) -> Iterator[Outcome]:
             for name, value in launch.environment().items()
             if name not in launch.VARIABLES
         },
-        **told.variables,
+        **task.variables,
         **plan.environment(place, len(order), rendezvous),
     }
-    call = pickle.loads(told.payload)
+    call = pickle.loads(task.payload)
     # Spark puts modules where tasks find them; this host need not have the driver's folders.
     call = replace(call, path=[*dict.fromkeys([*sys.path, *call.path])])
-    yield _Process(rank, len(order)).run(told, environment, pickle.dumps(call))
+    yield _Process(rank, len(order)).run(task, environment, pickle.dumps(call))
 
 
 class _Process:
@@ -96,11 +96,11 @@ class _Process:
     def exited(self, rank: int, code: int) -> None:
         self._code = code
 
-    def run(self, told: TaskSettings, environment: dict[str, str], payload: bytes) -> Outcome:
+    def run(self, task: TaskSettings, environment: dict[str, str], payload: bytes) -> Outcome:
         """Start it, and wait until it has ended. If the task is killed, so is the process."""
-        descriptors = memory_file("secret", told.secret), memory_file("payload", payload)
+        descriptors = memory_file("secret", task.secret), memory_file("payload", payload)
         environment["HORORING_SECRET_FD"] = str(descriptors[0])
-        command = [told.executable or sys.executable, "-c", PROGRAM]
+        command = [task.executable or sys.executable, "-c", PROGRAM]
         with selectors.DefaultSelector() as selector:
             ranks = LocalRanks(selector, self)
             try:

@@ -1,4 +1,4 @@
-"""The public verbs, written once for every array type.
+"""The public verbs, implemented once for every array type.
 
 `Verbs` implements the verbs, one file per collective; an `Adapter` (hororing/adapter.py) knows one
 framework's arrays. A framework module makes one `Verbs` and publishes its methods.
@@ -55,7 +55,7 @@ def synchronize(handle: int) -> Any:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Block until every rank of the process set has called `barrier`.
 
-    Everything that they had submitted to the set by then is complete when it returns.
+    All requests that they have submitted to the set before it are complete when it returns.
 
     >>> if hvd.local_rank() == 0:
     ...     print("unpacking the data set")

@@ -42,11 +42,11 @@ class Allreduce(Requests[T]):
             zero; bool has no average.
         prescale_factor, postscale_factor : applied to every rank's tensor, and to the result.
         process_set : the ranks that take part; all of the job when omitted.
-        weight : with op=Average, of floats: how much this rank's tensor counts, its number of
-            samples, for example. The result is the sum of the ranks' tensors times their weights,
-            divided by the sum of the weights. What a rank with weight 0 passes does not matter;
-            where all weights are 0 the result is 0. All ranks pass a weight, or none does. A
-            weight that is negative or not finite is a ValueError on every rank.
+        weight : with op=Average, of floats: the weight of this rank's tensor, such as its number of
+            samples. The result is the sum of the ranks' tensors times their weights, divided by the
+            sum of the weights. Tensors of weight 0 are ignored; if all weights are 0 the result is
+            0. Either all ranks pass a weight, or none does. A weight that is negative or not finite
+            is a ValueError on every rank.
 
         Examples
         --------
@@ -346,7 +346,7 @@ class Allreduce(Requests[T]):
         weight = arguments.check_weight(weight, verb)
         targets = self._checked(tensors, verb, writable=in_place)
         sources = [adapter.dense(tensor) for tensor in targets]
-        # A tensor that had to be copied is reduced in its copy, which nobody else sees.
+        # A tensor that had to be copied is reduced in its copy, which no caller has.
         outputs = [
             source if in_place or source is not target else adapter.empty_like(source)
             for source, target in zip(sources, targets, strict=True)

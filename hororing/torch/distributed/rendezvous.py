@@ -56,17 +56,17 @@ def _start(store: Any, rank: int, size: int, timeout_s: float) -> bool:
     """Start the engine; return whether it has only these ranks, so that another may follow."""
     started_by = launch.detect(mpi=mpi.is_usable)
     by_launcher = started_by.mpi or started_by.launcher == launch.HORORUN
-    if by_launcher and (started_by.rank, started_by.least_size) == (rank, size):
+    if by_launcher and (started_by.rank, started_by.min_size) == (rank, size):
         runtime.start(started_by)
         return False
     if size == 1:
         runtime.start(Launch())
         return True
-    told = Launch(
+    launched = Launch(
         "torch.distributed", rank, size, mpi=False, sign=f"world_size={size}", own=f"rank={rank}"
     )
     runtime.start(
-        told, meet=lambda: torch_store.meet_in(store, rank=rank, size=size, timeout_s=timeout_s)
+        launched, meet=lambda: torch_store.meet_in(store, rank=rank, size=size, timeout_s=timeout_s)
     )
     return True
 

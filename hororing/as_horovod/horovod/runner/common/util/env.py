@@ -5,5 +5,5 @@ from hororing import launch
 
 def get_env_rank_and_size() -> tuple[int, int]:
     """Return rank and size as the launcher tells; 0 and 1 without one."""
-    told = launch.detect()
-    return told.rank or 0, told.least_size
+    launched = launch.detect()
+    return launched.rank or 0, launched.min_size
