@@ -97,8 +97,8 @@ Status HostPipeline::Run() {
   return status;
 }
 
-// Blocks until nobody reads this rank's slot for another set. The readers need nothing more of this
-// rank, which has done its part.
+// Blocks until no rank reads this rank's slot for another set. The readers need nothing more of
+// this rank, which has done its part.
 Status HostPipeline::WaitForReaders() {
   const ShmTransport::SlotReaders& readers = local_.slot_readers();
   const auto lagging = [&] {

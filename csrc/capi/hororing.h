@@ -281,7 +281,7 @@ int hr_poll(int64_t handle);
  * `seen`, or until the timeout. The counter counts handles that a caller had polled or waited for
  * before they completed. Returns the counter; at once if `seen` is -1. */
 int64_t hr_next_completion(int64_t seen, double timeout_s);
-/* Waits at most timeout_s (< 0: for ever): HR_PENDING, or the handle's final code. The handle
+/* Waits at most timeout_s (< 0: forever): HR_PENDING, or the handle's final code. The handle
  * stays valid until hr_release. */
 int hr_wait(int64_t handle, double timeout_s);
 /* Waits at most timeout_s for all of these (0: only polls). HR_OK: all have succeeded and are

@@ -1,5 +1,5 @@
-// Ring-allreduce: a reduce-scatter and an all-gather around a ring. Rank r talks to its two
-// neighbours only: it sends to r + 1 and receives from r - 1 (modulo N).
+// Ring-allreduce: a reduce-scatter and an all-gather around a ring. Rank r sends to r + 1 and
+// receives from r - 1 (modulo N), and has no other peers.
 //
 // Picture, N = 3, chunks a b c of every rank's data, digits for the ranks summed up so far:
 //

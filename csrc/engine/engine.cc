@@ -89,8 +89,8 @@ bool Engine::AwaitStart(TimeNs timeout_ns, Status* status) {
   const TimeNs left = std::max<TimeNs>(start_deadline_ - NowNs(), 0);
   const std::chrono::nanoseconds most(std::min({left, timeout_ns, kSecond}));
   if (started_.wait_for(most) != std::future_status::ready) {
-    // In MPI_Init, which nothing can end. If it returns after Abort, the loop tells the others and
-    // ends. Until then the thread needs its engine, which is therefore leaked.
+    // In MPI_Init, which nothing can end. If it returns after Abort, the loop informs the others
+    // and ends. Until then the thread needs its engine, which is therefore leaked.
     *status = Status(Code::kTransport,
                      "init: not all ranks of the job have called it in time (HORORING_TIMEOUT_S "
                      "sets the limit); every process that mpirun starts must call init");
@@ -105,8 +105,8 @@ bool Engine::AwaitStart(TimeNs timeout_ns, Status* status) {
   return true;
 }
 
-// The thread lets no exception escape: out of memory becomes a failure of this rank, which its
-// peers are told.
+// The thread lets no exception escape: out of memory becomes a failure of this rank, which is
+// sent to its peers.
 void Engine::ThreadMain(const WorldMaker& make_world) {
   pthread_setname_np(pthread_self(), "hororing");
   const CallWatch::Thread watched(&calls_);

@@ -91,7 +91,7 @@ void HandleTable::Free(Slot& slot) {
   slot = Slot();
 }
 
-// Returns whether a caller waits for this handle. Takes `outcome` unless nobody wants it.
+// Returns whether a caller waits for this handle. Takes `outcome` unless the handle is released.
 bool HandleTable::Finish(int64_t handle, std::unique_ptr<Outcome>&& outcome) {
   Slot* const slot = Find(handle);
   if (slot == nullptr) return false;

@@ -237,7 +237,7 @@ void Loop::RunPeriodicChecks(TimeNs now) {
   if (shared_.trace.enabled()) timeline_.Ship(now);
   if (now < next_checks_ns_) return;
   next_checks_ns_ = After(now, shared_.config.checks_ns);
-  // The error of a failed peer says more than the end of the launcher that it caused.
+  // A failed peer's error is more precise than the end of the launcher, which it caused.
   const Status peers = transport_.CheckPeers();
   if (!peers.ok()) End(peers);
   const Status devices = runner_.CheckDevices();

@@ -319,7 +319,7 @@ Status TraceWriter::WriteAt(const std::string& bytes, int64_t at) {
         const ssize_t restored = pwrite(fd_, kTail, kTailBytes, static_cast<off_t>(tail_));
         static_cast<void>(restored);
         end_ = tail_;
-        wrapped_ = false;  // what stood behind is gone
+        wrapped_ = false;  // the older part is gone
       }
       return Status(Code::kInternal, "cannot write to the timeline '" + path_ + "': " + reason);
     }

@@ -208,7 +208,7 @@ Status ChooseMpi(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadl
 Status MakeWorld(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadline,
                  std::unique_ptr<Transport> over_mpi, World* world) {
   const std::string& wish = options.transport;
-  // The rest depends only on data that all ranks have, so they decide alike.
+  // The rest depends only on data that all ranks have, so they make the same decisions.
   std::vector<std::string> host_ids, options_texts;
   HORORING_RETURN_IF_ERROR(bootstrap.Share(HostId(), deadline, &host_ids));
   HORORING_RETURN_IF_ERROR(bootstrap.Share(wish, deadline, &options_texts));

@@ -77,7 +77,7 @@ Status ShmTransport::CheckPeers(const std::string& lagging) {
   self_.alive_ns.store(now, std::memory_order_relaxed);
   NoteCheck(now);
   if (revoked()) return revocation();
-  const auto told = [this](bool of_itself) {
+  const auto announced = [this](bool of_itself) {
     for (int peer = 0; peer < size_; ++peer) {
       const RankState& state = segment_->rank_state(peer);
       const int blamed = static_cast<int>(state.failed.load()) - 1;
@@ -86,19 +86,19 @@ Status ShmTransport::CheckPeers(const std::string& lagging) {
     }
     return Status::Ok();
   };
-  HORORING_RETURN_IF_ERROR(told(true));
+  HORORING_RETURN_IF_ERROR(announced(true));
   for (int peer = 0; peer < size_; ++peer) {
     const RankState& state = segment_->rank_state(peer);
     if (peer == rank_ || !PeerProcessIsGone(peer)) continue;
     // It may have announced its failure and ended since the first check.
-    HORORING_RETURN_IF_ERROR(told(true));
+    HORORING_RETURN_IF_ERROR(announced(true));
     if (state.failed.load() != 0) continue;
     return Status(
         Code::kPeerLost,
         "rank " + std::to_string(peer) + " (pid " + std::to_string(state.pid.load()) + ") died",
         peer);
   }
-  HORORING_RETURN_IF_ERROR(told(false));
+  HORORING_RETURN_IF_ERROR(announced(false));
   for (int peer : RanksIn(lagging)) {
     if (segment_->rank_state(peer).attached.load() != kDetached) continue;
     return Status(Code::kPeerLost,
@@ -110,12 +110,12 @@ Status ShmTransport::CheckPeers(const std::string& lagging) {
 
 void ShmTransport::AnnounceFailure(const Status& why) {
   if (self_.failed.load() != 0) return;
-  const Status told = Announced(why, rank_);
-  const size_t bytes = std::min(told.message().size(), sizeof self_.reason - 1);
-  std::memcpy(self_.reason, told.message().data(), bytes);
+  const Status announced = Announced(why, rank_);
+  const size_t bytes = std::min(announced.message().size(), sizeof self_.reason - 1);
+  std::memcpy(self_.reason, announced.message().data(), bytes);
   self_.reason[bytes] = '\0';
-  self_.failure_code.store(static_cast<uint32_t>(told.code()));
-  self_.failed.store(static_cast<uint32_t>(told.rank()) + 1);
+  self_.failure_code.store(static_cast<uint32_t>(announced.code()));
+  self_.failed.store(static_cast<uint32_t>(announced.rank()) + 1);
   SoundAlarm();
 }
 

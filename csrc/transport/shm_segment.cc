@@ -56,7 +56,7 @@ std::string UniqueName() {
   return text;
 }
 
-// Removes files whose creators were killed before Unlink: nobody holds their locks.
+// Removes files whose creators were killed before Unlink: no process holds their locks.
 void Sweep() {
   DIR* const directory = opendir("/dev/shm");
   while (const dirent* entry = directory != nullptr ? readdir(directory) : nullptr) {

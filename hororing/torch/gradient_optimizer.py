@@ -26,8 +26,8 @@ from hororing.torch.weighing import checked_weight
 
 
 class Settings(NamedTuple):
-    """What a copy of the optimizer needs to become distributed, too. Positions count all parameters
-    in the order of the groups.
+    """The settings that make a copy of the optimizer distributed, too. Positions count all
+    parameters in the order of the groups.
     """
 
     options: Reduction
@@ -41,10 +41,10 @@ class Distributed(torch.optim.Optimizer):
 
     _settings: Settings  # of the class, which serves one optimizer and its copies
     _reducer_type: type[Reducer] = Reducer
-    _reducer: Reducer | None = None  # None if this rank reduces with nobody
+    _reducer: Reducer | None = None  # None if this rank reduces with no other rank
     # The steps of its elastic state, if each step is a transaction of all ranks.
     _steps: Steps | None = None
-    _why_no_weights = ""  # where its backward passes may have none
+    _why_no_weights = ""  # the reason, if its backward passes cannot have weights
     backward_passes_per_step: int
     _parameter_names: dict[torch.Tensor, str]
 
@@ -104,7 +104,7 @@ class Distributed(torch.optim.Optimizer):
         made.__setstate__(state)
         return made
 
-    # -- what scripts written for Horovod look at -----------------------------------------------
+    # -- attributes that scripts written for Horovod read ---------------------------------------
 
     @property
     def _requires_update(self) -> set[torch.Tensor]:
@@ -137,16 +137,16 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def weight(self) -> float | None:
-        """How much the next backward pass counts: its number of samples, or of tokens.
+        """The weight of the next backward pass: its number of samples, or of tokens.
 
-        A finite, non-negative number, to be set before `backward()`; it stays until it is set
-        again. Gradients are then averages over ranks, and over the passes of a step, weighted by
-        it: the sum of all gradients times their weights, divided by the sum of the weights. A pass
-        with weight 0 and a rank that has joined contribute nothing. A rank without a backward pass
-        contributes zeros, with the present weight. If all weights are 0, gradients are 0 and
+        A finite, non-negative number; set it before `backward()`. It stays until it is set again.
+        Gradients are then averages over ranks, and over the passes of a step, weighted by it: the
+        sum of all gradients times their weights, divided by the sum of the weights. A pass with
+        weight 0 and a rank that has joined contribute nothing. A rank without a backward pass
+        contributes zeros, with the current weight. If all weights are 0, gradients are 0 and
         `step()` changes nothing. Either all ranks set a weight, or none does. None, the default:
-        ranks count the same, and gradients add up over passes. It has no effect on ranks outside of
-        `process_set`.
+        ranks have equal weights, and gradients add up over passes. It has no effect on ranks
+        outside of `process_set`.
 
         Raises
         ------
@@ -170,7 +170,7 @@ class Distributed(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Reduce the gradients, unless `backward()` has done so.
 
-        It has if it was the last of `backward_passes_per_step`. Call this if this rank had fewer
+        The last of `backward_passes_per_step` passes reduces. Call this if this rank had fewer
         passes, none, or a failed one. Parameters without a gradient get a zero one, which is
         reduced as well.
         """
@@ -188,7 +188,7 @@ class Distributed(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make `step()` inside the context not reduce: `backward()` or `synchronize()` has."""
+        """Inside the context, `step()` does not reduce: `backward()` or `synchronize()` has."""
         self._should_synchronize = False
         try:
             yield
@@ -199,7 +199,7 @@ class Distributed(torch.optim.Optimizer):
         """Take the wrapped optimizer's step, after reducing gradients unless `backward()` has.
 
         The gradients that `closure` computes are reduced each time it is called, and so is its
-        loss, so that all ranks decide alike.
+        loss, so that all ranks make the same decisions.
         """
         self._opt_called = True  # learning rate schedulers check it
         if closure is not None:
@@ -233,7 +233,7 @@ class Distributed(torch.optim.Optimizer):
 
         def reduced() -> Any:
             loss = closure()
-            self._reduce()  # for a rank without a backward pass: the others have reduced in theirs
+            self._reduce()  # only for a rank without a backward pass: the others have reduced in it
             if self._reducer is not None and self._reducer.weighing.all_zero:
                 raise ValueError("optimizer: step(closure) where the weights of all ranks are 0")
             return self._reduced_loss(loss)
@@ -253,7 +253,7 @@ class Distributed(torch.optim.Optimizer):
             return self._agree(torch.tensor(loss, dtype=torch.float64), name, op, weight).item()
         if isinstance(loss, torch.Tensor):
             return self._agree(loss.detach(), name, op, weight)
-        return loss  # None, or something only the caller understands
+        return loss  # None, or an object of the caller's
 
     def _agree(
         self, value: torch.Tensor, name: str, op: int, weight: float | None = None
@@ -278,7 +278,7 @@ class Distributed(torch.optim.Optimizer):
             self._reducer.restart()
 
     def _agree_on_infinities(self, found: Iterable[torch.Tensor]) -> None:
-        """Make all ranks skip a step if one must. Here all have the same gradients: nothing to do.
+        """Make all ranks skip a step if one must. Nothing to do here: all have the same gradients.
 
         `found` are flags of `torch.amp.GradScaler`, one per device.
         """
@@ -291,7 +291,7 @@ class Distributed(torch.optim.Optimizer):
         """Note the scale of `torch.amp.GradScaler`, a tensor that it changes in place."""
 
     def _join_generation(self) -> None:
-        """Do what all ranks must do after a change of members. Nothing here.
+        """Prepare for new members, on all ranks. Nothing to do here.
 
         `hororing.elastic.run` calls it on all ranks, before they receive the state.
         """
@@ -300,7 +300,7 @@ class Distributed(torch.optim.Optimizer):
         """Update `state`, which is about to be saved or sent."""
 
     def _after_state_is_replaced(self) -> None:
-        """Adopt a `state` that came from another rank or a file."""
+        """Adopt a `state` from another rank or a file."""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From now on, reduce gradients after every `passes` backward passes."""

@@ -194,9 +194,9 @@ Status MpiTransport::CheckPeers() {
 void MpiTransport::AnnounceFailure(const Status& why) {
   if (std::exchange(announced_, true)) return;
   broken_here = true;
-  const Status told = Announced(why, rank_);
-  const std::string message = std::to_string(static_cast<int>(told.code())) + " " +
-                              std::to_string(told.rank()) + " " + told.message();
+  const Status announced = Announced(why, rank_);
+  const std::string message = std::to_string(static_cast<int>(announced.code())) + " " +
+                              std::to_string(announced.rank()) + " " + announced.message();
   for (int peer = 0; peer < size_; ++peer) {
     if (peer != rank_) StartControl(peer, message, 0, message.size(), kFailureTag);
   }

@@ -82,9 +82,9 @@ bool TcpTransport::AnnouncesTo(int peer) {
 // Ahead of queued messages: a peer that does not receive must not keep others from knowing.
 void TcpTransport::AnnounceFailure(const Status& why) {
   if (std::exchange(announced_, true)) return;
-  const Status told = Announced(why, rank_);
-  const std::string text = std::to_string(static_cast<int>(told.code())) + " " +
-                           std::to_string(told.rank()) + " " + told.message();
+  const Status announced = Announced(why, rank_);
+  const std::string text = std::to_string(static_cast<int>(announced.code())) + " " +
+                           std::to_string(announced.rank()) + " " + announced.message();
   for (int peer = 0; peer < size(); ++peer) {
     if (peer != rank_ && AnnouncesTo(peer)) Put(peer, kFailure, text, true);
   }

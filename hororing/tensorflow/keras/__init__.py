@@ -1,6 +1,6 @@
-"""hororing.keras as Horovod's users of tf.keras know it: the same, but for the order of arguments.
+"""hororing.keras with the order of arguments that Horovod has for tf.keras; otherwise the same.
 
-Keras runs on TensorFlow then. Where tf.keras is Keras 2, the optimizers and callbacks are for that
+Keras must run on TensorFlow. If tf.keras is Keras 2, so are the optimizers and callbacks
 (legacy.py). All names and recipes: docs/keras.md.
 """
 

@@ -1,4 +1,4 @@
-"""hororing.keras.elastic as Horovod's users of tf.keras know it; also for Keras 2."""
+"""hororing.keras.elastic with Horovod's names for tf.keras; also for Keras 2."""
 
 from __future__ import annotations
 

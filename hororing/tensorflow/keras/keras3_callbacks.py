@@ -14,7 +14,7 @@ from hororing.keras.callbacks import (
 
 
 class BestModelCheckpoint(callbacks.BestModelCheckpoint):
-    """Does as hororing.keras.callbacks.BestModelCheckpoint."""
+    """As hororing.keras.callbacks.BestModelCheckpoint."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class Distributed(WithoutWeight):
     _state: _State
 
     def register_local_var(self, var: Any) -> None:
-        """Leave the gradient of a variable out of the reduction: each rank has its own."""
+        """Exclude the gradient of a variable from the reduction: each rank has its own."""
         self._state.local.add(variable_key(var))
 
     def aggregate_gradients(self, grads_and_vars: Pairs) -> Any:
@@ -40,11 +40,11 @@ class Distributed(WithoutWeight):
         return super().aggregate_gradients(self._reduced(grads_and_vars))  # type: ignore[misc]
 
     def _aggregate_gradients(self, grads_and_vars: Pairs) -> Any:
-        """Do as `aggregate_gradients`: the name in legacy optimizers."""
+        """As `aggregate_gradients`: the name in legacy optimizers."""
         return super()._aggregate_gradients(self._reduced(grads_and_vars))  # type: ignore[misc]
 
     def apply_gradients(self, grads_and_vars: Pairs, *args: Any, **kwargs: Any) -> Any:
-        """Update variables; with backward_passes_per_step, once in so many calls."""
+        """Update variables; with backward_passes_per_step = n, in every n-th call."""
         apply = super().apply_gradients  # type: ignore[misc]
         pairs = list(grads_and_vars)
         if self._settings.passes == 1 or not pairs:
@@ -91,7 +91,7 @@ class _State:
     """The state of a distributed optimizer that Keras neither saves nor tracks."""
 
     def __init__(self, local_layers: Sequence[Any]) -> None:
-        self.was_called = False  # gradients have come by
+        self.was_called = False  # whether gradients have passed through
         self.local: set[Any] = set()  # keys of variables
         self.local_layers = local_layers  # may be built later
         self.count: Any = None
@@ -101,7 +101,7 @@ class _State:
         return self.local | {variable_key(weight) for weight in weights_of(self.local_layers)}
 
     def sums(self, variables: Sequence[Any]) -> list[Any]:
-        """The sums of gradients of these variables, made when they are asked for first."""
+        """The sums of gradients of these variables, created on first use."""
         with tf.init_scope():
             if self.count is None:
                 self.count = tf.Variable(0, trainable=False)
@@ -113,13 +113,13 @@ class _State:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """Return what is in a LossScaleOptimizer, or the optimizer itself."""
+    """Return the optimizer in a LossScaleOptimizer, or the optimizer itself."""
     scales = isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
     return optimizer.inner_optimizer if scales else optimizer
 
 
 def wrapped(optimizer: Any, settings: Settings, local_layers: Sequence[Any] = ()) -> Any:
-    """Make `optimizer` itself distributed, or what is in a LossScaleOptimizer, and return it."""
+    """Make `optimizer`, or the one in a LossScaleOptimizer, distributed; return `optimizer`."""
     inner = inner_optimizer(optimizer)
     kinds = (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)
     if not isinstance(inner, kinds):
@@ -162,8 +162,8 @@ def load_model(
 ) -> Any:
     """Load a model of tf_keras, and make its optimizer distributed; its state is kept.
 
-    Arguments are those of hororing.keras.load_model. `legacy_opts` is of no effect: the file says
-    which kind of optimizer it holds.
+    Arguments are those of hororing.keras.load_model. `legacy_opts` has no effect: the file names
+    the kind of its optimizer.
     """
     named = {each.__name__: each for each in custom_optimizers or ()}
     model = tf.keras.models.load_model(filepath, custom_objects={**named, **(custom_objects or {})})

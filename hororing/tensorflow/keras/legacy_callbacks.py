@@ -18,9 +18,9 @@ from hororing.tensorflow.state import broadcast_variables
 
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Lets all ranks begin with the weights and the optimizer's variables of one; checks, too.
+    """Broadcasts weights and optimizer variables of one rank; checks that gradients are reduced.
 
-    Does as that of hororing.keras.callbacks, with its arguments and errors.
+    As the one of hororing.keras.callbacks, with its arguments and errors.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
         self._submitted = 0
 
     def register_local_var(self, var: Any) -> None:
-        """Leave a variable out of the broadcast."""
+        """Exclude a variable from the broadcast."""
         self._local.add(variable_key(var))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast, if there is something; again, when an elastic job was formed anew."""
+        """Broadcast existing variables; repeat it in each generation of an elastic job."""
         self._done = self._done and self._generation == membership.generation()
         self._generation = membership.generation()
         if not tf.executing_eagerly():
@@ -57,7 +57,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
         self._submitted = collectives.submitted()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Check that gradients were reduced; broadcast, if there was nothing before."""
+        """Check that gradients were reduced; broadcast, unless it was done before."""
         if not self._checked:
             self._checked = True
             self._check()
@@ -122,7 +122,7 @@ def _velocities(model: Any) -> list[Any]:
 
 
 class BestModelCheckpoint(fit_callbacks.BestModel, tf.keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """Saves the best model so far, on rank 0 only. Does as that of Keras 3."""
+    """Saves the best model so far, on rank 0 only. As the one for Keras 3."""
 
     def __init__(
         self,

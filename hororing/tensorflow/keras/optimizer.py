@@ -23,7 +23,7 @@ else:
     def PartialDistributedOptimizer(
         optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any
     ) -> Any:
-        """Do as `DistributedOptimizer`, but leave out what `local_layers` train: one, or a list."""
+        """As `DistributedOptimizer`, without the variables of one layer or a list of layers."""
         several = local_layers if isinstance(local_layers, list | tuple) else [local_layers]
         weights_of(local_layers)  # ValueError for what is no layer
         distributed = DistributedOptimizer(optimizer, *args, **kwargs)
@@ -51,9 +51,9 @@ def DistributedOptimizer(
 ) -> Any:
     """Make `optimizer` reduce its gradients over all ranks, and return it.
 
-    Arguments are those of hororing.keras.DistributedOptimizer; with tf_keras `op` is not Adasum.
-    What holds there holds here: the optimizer itself becomes distributed, keeps its state, and is
-    saved as a plain one. With tf_keras a LossScaleOptimizer may be inside or outside.
+    Arguments are those of hororing.keras.DistributedOptimizer; with tf_keras `op` is not Adasum. As
+    there, the optimizer itself becomes distributed, keeps its state, and is saved as a plain one.
+    With tf_keras a LossScaleOptimizer may be inside or outside.
     """
     settings = checked_settings(
         name=name, device_dense=device_dense, device_sparse=device_sparse, compression=compression,

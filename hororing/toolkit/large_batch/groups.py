@@ -2,7 +2,7 @@
 
 A group of g ranks with b samples each normalises over g b. About 32 are enough (C. Ying et al.,
 "Image classification at supercomputer scale", 2018, arXiv:1811.06992), and a group inside one host
-talks through shared memory only.
+needs shared memory only.
 """
 
 from __future__ import annotations
@@ -74,20 +74,20 @@ def choose_group_size(
     """
     host = (socket.gethostname(), hvd.local_rank(), hvd.local_size())
     asked = {"batch_size": batch_size, "samples": samples}
-    told = agreed("choose_group_size", lambda: asked, host=host)
-    hosts = _hosts([each["host"] for each in told])
+    gathered = agreed("choose_group_size", lambda: asked, host=host)
+    hosts = _hosts([each["host"] for each in gathered])
     return group_size_for(batch_size, [hosts[rank] for rank in process_set.ranks], samples)
 
 
-def _hosts(told: Sequence[tuple[str, int, int]]) -> list[Hashable]:
-    """Name the host of each rank of the job, of its name, local rank and local size.
+def _hosts(ranks: Sequence[tuple[str, int, int]]) -> list[Hashable]:
+    """Return a key for the host of each rank, from its host name, local rank and local size.
 
-    By what is the same for all ranks of a host: its name; and for hosts that have one name, what
-    distinguishes the ranks of one host, the local rank.
+    Ranks of one host have the same host name. If hosts share a name, local ranks distinguish them:
+    two ranks of one host never have the same one.
     """
     hosts: list[Hashable] = []
     taken: dict[tuple[str, int], list[set[int]]] = {}
-    for name, local_rank, local_size in told:
+    for name, local_rank, local_size in ranks:
         namesakes = taken.setdefault((name, local_size), [])
         number = next((n for n, used in enumerate(namesakes) if local_rank not in used), None)
         if number is None:
