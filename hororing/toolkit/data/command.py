@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Evaluate, each rank a shard; rank 0 prints. Return the exit code."""
+    """Evaluate one shard per rank; rank 0 prints. Return the exit code."""
     import hororing.numpy as hvd
     from hororing.toolkit.data.evaluation import evaluate_checkpoints
 

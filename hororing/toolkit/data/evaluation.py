@@ -1,7 +1,7 @@
-"""Exact evaluation on many ranks: every sample counts once, whatever their numbers are.
+"""Exact evaluation on many ranks: every sample counts once, for any number of samples and ranks.
 
 Rank r of P evaluates the samples r, r + P, ... All ranks have the same number of batches of the
-same size; what a batch lacks is filled with samples whose mask is False, and which count nowhere:
+same size; batches are padded with samples whose mask is False, which are not counted:
 
     batches = ceil(ceil(N / P) / b)
     metric = sum of mask value / sum of mask, over all samples of all ranks
@@ -81,7 +81,7 @@ def _masked_batches(
 def masked_arrays(
     arrays: Sequence[Any], batch_size: int, rank: int | None = None, size: int | None = None
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield (batch of each array..., mask), as `masked_batches` says.
+    """Yield (batch of each array..., mask), by `masked_batches`.
 
     Arrays: NumPy arrays, or anything that accepts an array of indices, of equal length.
 
@@ -176,7 +176,7 @@ class Totals:
         self.add_sum(name, int(total) if exact else float(total), values.size)
 
     def add_sum(self, name: str, total: int | float, count: int) -> None:
-        """Add what is a sum of `count` values already."""
+        """Add a sum of `count` values."""
         if isinstance(total, int):
             self._integers[name] += total
         else:
@@ -184,7 +184,7 @@ class Totals:
         self._counts[name] += count
 
     def reduced(self, process_set: ProcessSet = global_process_set) -> dict[str, Total]:
-        """Add up over the ranks of a set, all of which call it, and return the same on each.
+        """Return the sums over the ranks of a set, the same on each. All of these ranks call it.
 
         One allreduce of int64, one of float64.
 
@@ -249,21 +249,21 @@ def evaluate_checkpoints(
 
     Parameters
     ----------
-    checkpoints : paths. Rank 0's count: others may see a file later, or not at all.
+    checkpoints : paths. Rank 0's are used: others may see a file later, or not at all.
     evaluate : called with each of them on every rank; loads it, and returns what
         `Totals.reduced()` (or `evaluate` of an adapter) returned.
     output : a file that gets, on rank 0, a line of JSON per checkpoint as soon as it is evaluated:
-        {"checkpoint": ..., "correct": {"total": ..., "count": ..., "mean": ...}}. Checkpoints that
-        it holds already are not evaluated again: an evaluation that was interrupted goes on.
+        {"checkpoint": ..., "correct": {"total": ..., "count": ..., "mean": ...}}. Checkpoints in
+        the file are not evaluated again: an interrupted evaluation continues.
 
     Returns
     -------
-    The results by path, those that the file held included; the same on every rank.
+    The results by path, including those in the file; the same on every rank.
 
     Raises
     ------
-    OSError, ValueError : `output` cannot be written, or holds other things; on every rank, before
-        anything is evaluated.
+    OSError, ValueError : `output` cannot be written, or has other contents; on every rank, before
+        any evaluation.
     TypeError : `evaluate` returned something else.
     """
     paths = [os.fspath(path) for path in checkpoints]
@@ -298,12 +298,12 @@ def evaluate_checkpoints(
 
 
 def _read(output: str | os.PathLike[str]) -> dict[str, dict[str, Total]]:
-    """Results by checkpoint. A last line that a killed process has not finished is dropped.
+    """Results by checkpoint. An incomplete last line, of a killed process, is dropped.
 
-    A file that holds other things is a ValueError, and left as it is.
+    A file with other contents is a ValueError, and not changed.
     """
     results = {}
-    with open(output, "ab+") as file:  # makes it, and shows now that it can be written
+    with open(output, "ab+") as file:  # creates it, and checks that it can be written
         file.seek(0)
         data = file.read()
         whole = data[: data.rfind(b"\n") + 1]

@@ -1,11 +1,11 @@
-"""Images as 8 bits on the way, as normalised 16-bit numbers in four channels where they are used.
+"""Images that are sent as 8-bit numbers, then normalised to 16-bit numbers in four channels.
 
     y = half(a_c x + b_c),  a_c = 1 / (255 sigma_c),  b_c = -mu_c / sigma_c
 
-A quarter of the bytes of float32 travels (150,528 instead of 602,112 for 224 x 224 x 3). An 8-bit x
-has 256 values per channel, so y is looked up in a table, which is rounded once, from float64: exact
-to the last bit, and three times as fast as NumPy's arithmetic (benchmarks/normalize.py). The
-fourth channel, of zeros, is what accelerators like.
+This sends a quarter of the bytes of float32 (150,528 instead of 602,112 for 224 x 224 x 3). An
+8-bit x has 256 values per channel, so y is looked up in a table, which is rounded once, from
+float64: exact to the last bit, and three times as fast as NumPy's arithmetic
+(benchmarks/normalize.py). Accelerators prefer four channels; the fourth is zero.
 """
 
 from __future__ import annotations

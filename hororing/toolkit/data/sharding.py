@@ -1,11 +1,11 @@
 """The samples of a process: equal, disjoint shards of a seeded permutation, epoch by epoch.
 
 The permutation of N samples is a function of (seed, epoch) alone: the order of N 64-bit words that
-Philox makes of them, whose stream NumPy guarantees for all its versions and machines. Of what is
-left of the epoch, process r of P takes every P-th sample from the r-th on. A step of P processes
-that take b samples each has therefore the same P b samples whatever P and b are.
+Philox makes of them, whose stream NumPy guarantees for all its versions and machines. Process r of
+P takes every P-th of the epoch's remaining samples, from the r-th on. So a step's samples depend
+only on the product P b, where b is the number of samples per process.
 
-Nothing here communicates but `Shard.synchronize`.
+Only `Shard.synchronize` communicates.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Shard:
 
     Parameters
     ----------
-    samples : of the whole data set (or files, where a file is what a process reads).
+    samples : of the whole data set (or files, if processes read whole files).
     rank, size : this process among those that share the samples; by default those of hororing.
     seed : of the permutations; equal on all processes.
     shuffle : False for the order of the data set in every epoch.
@@ -114,20 +114,20 @@ class Shard:
         self.reshard(*(place() if rank is None or size is None else (rank, size)))
 
     def reshard(self, rank: int, size: int) -> None:
-        """Be process `rank` of `size` from now on: share what is left of the epoch anew."""
+        """Become process `rank` of `size`: share the rest of the epoch anew."""
         if not 0 <= operator.index(rank) < operator.index(size):
             raise ValueError(f"Shard: there is no rank {rank!r} among {size!r} processes")
         self.rank, self.size = rank, size
         self._mine = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch from its first sample, with a permutation of its own."""
+        """Begin an epoch at its first sample, with its own permutation."""
         self.epoch = _natural("epoch", epoch)
         self._processed[:] = False
         self._mine = None
 
     def indices(self) -> Indices:
-        """Return the indices of this process when the epoch (or what is left of it) was shared.
+        """Return this process's indices of the epoch (or of its rest), as it was last shared.
 
         They stay the same until `set_epoch`, `reshard`, `merge` or `load_state_dict`.
         """
@@ -147,7 +147,7 @@ class Shard:
         return mine[~self._processed[mine]]
 
     def record(self, indices: Iterable[int]) -> None:
-        """Note that samples have been processed, by whichever process.
+        """Record samples as processed, by any process.
 
         Raises
         ------
@@ -159,14 +159,14 @@ class Shard:
                 f"Shard.record: indices must be in [0, {self.samples}), not "
                 f"{given.min()} to {given.max()}"
             )
-        self.indices()  # what there was to share does not change by working on it
+        self.indices()  # recording samples does not change the shares
         self._processed[given] = True
 
     def record_batch(self, batch: int, batch_size: int) -> None:
-        """Note that this process has processed its `batch`-th batch of `batch_size` samples.
+        """Record that this process has processed its `batch`-th batch of `batch_size` samples.
 
-        Batches are counted from 0 in `indices()`: from when the epoch was last shared. ValueError
-        for one that it does not have.
+        Batches are counted from 0 in `indices()`, since the epoch was last shared. ValueError for a
+        batch that does not exist.
         """
         indices = self.indices()
         if batch < 0 or batch_size < 1 or batch * batch_size >= len(indices):
@@ -177,9 +177,9 @@ class Shard:
         self.record(indices[batch * batch_size : (batch + 1) * batch_size])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resumes the epoch, on any number of processes.
+        """Return the state to resume the epoch, on any number of processes.
 
-        `processed` holds what this process knows of: call `synchronize` first to know of all.
+        `processed` has the samples that this process knows of: call `synchronize` for those of all.
         """
         return {
             "samples": self.samples,
@@ -189,7 +189,7 @@ class Shard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a `state_dict()` was made. ValueError if it is of another data set."""
+        """Resume from a `state_dict()`. ValueError if it is of another data set."""
         if state["samples"] != self.samples:
             raise ValueError(
                 f"Shard.load_state_dict: the state is of {state['samples']} samples, the shard of "
@@ -201,7 +201,7 @@ class Shard:
         self._mine = None
 
     def merge(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Know what other processes have processed in this epoch, and share the rest anew."""
+        """Add the processed samples of other processes in this epoch, and share the rest anew."""
         states = list(states)
         mine = (self.samples, self.seed, self.epoch)
         for state in states:

@@ -1,4 +1,4 @@
-"""Moving statistics that differ between ranks, or groups of them, become one."""
+"""Averages moving statistics that differ between ranks, or groups of ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def average_moving_statistics(
 
     Parameters
     ----------
-    model : a model or layer; every BatchNormalization in it counts, Keras' own too.
+    model : a model or layer; every BatchNormalization in it is averaged, Keras' own too.
     samples : the weight of this rank, if ranks have trained on different numbers of samples.
 
     Raises

@@ -10,7 +10,7 @@ from hororing.toolkit.tracking import RunRecord
 
 
 class RunRecordCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Logs what ``fit`` knows at the end of every epoch, averaged over the ranks.
+    """Logs the metrics of ``fit`` at the end of every epoch, averaged over the ranks.
 
     All ranks need it, since averaging takes all of them. The record stays open, so that more can
     be logged afterwards: close it, or use it in a ``with`` statement.

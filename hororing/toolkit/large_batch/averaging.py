@@ -34,7 +34,7 @@ def weighted_mean(
     ValueError : on every rank, for a negative or infinite weight of one, and when all are 0.
     MismatchError : when ranks have different numbers of elements.
     """
-    # A weight that cannot be travels as NaN, so that no rank waits for the one that has it.
+    # An invalid weight is sent as NaN, so that no rank waits for the one that has it.
     usable = 0 <= weight < float("inf")
     parts = [np.asarray(array, np.float64).ravel() for array in arrays]
     mine = np.concatenate([*parts, [1.0]])

@@ -27,7 +27,7 @@ def group_size_for(batch_size: int, hosts: Sequence[Hashable], target: int = 32)
     Parameters
     ----------
     batch_size : samples of a rank.
-    hosts : what names the host of each rank, in rank order.
+    hosts : a key for the host of each rank, in rank order.
     target : samples of a group, at least.
 
     Examples
@@ -57,7 +57,7 @@ def choose_group_size(
     """Return the `group_size` of SyncBatchNorm for as few ranks as have `samples` together.
 
     By `group_size_for`, from the hosts of the ranks of `process_set`. Collective, after `init()`:
-    all ranks of the job call it alike, members of the set or not.
+    all ranks of the job call it with equal arguments, members of the set or not.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Outer optimizers of local SGD: what is done with an average of the weights of all ranks.
+"""Outer optimizers of local SGD: they turn an average of all ranks' weights into new weights.
 
     mean      the average of the weights
     previous  the weights after the outer step before

@@ -35,7 +35,7 @@ class Request(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The plan that the options stand for, the same on all ranks."""
+    """The plan that follows from the options, the same on all ranks."""
 
     hierarchy: Hierarchy
     gradient_groups: Groups
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 def make_plan(request: Request, check: Callable[[], dict[str, Any]] = dict) -> Plan:
     """Check `request` and compare it with that of the other ranks. Collective.
 
-    `check` may raise as well; what it returns is compared, too.
+    `check` may raise as well; its result is compared, too.
 
     Raises
     ------

@@ -2,8 +2,8 @@
 
 MLPERF holds the reference convergence points of MLPerf training's ResNet-50 (mlcommons/logging,
 rcps_resnet.json): all LARS with trust coefficient 0.001, eps 0, momentum in its scaled form,
-warm-up from 0 and polynomial decay of power 2. They are for that model and
-data set: a place to begin with others, not more.
+warm-up from 0 and polynomial decay of power 2. They are for that model and data set, and only a
+starting point for others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Preset(NamedTuple):
     def schedule(
         self, samples: int = IMAGENET_SAMPLES, *, epochs: float | None = None
     ) -> WarmupPolynomial:
-        """Return the learning rates; `epochs` is when the rate has come to its end.
+        """Return the learning rates; `epochs` is the end of the decay.
 
         None: the mean number of epochs, rounded up.
         """

@@ -41,7 +41,7 @@ def effective_batch(micro_batch: int, accumulation: int = 1, replicas: int = 1) 
 def linear_scaled_rate(base_rate: float, batch: int, reference_batch: int = 256) -> float:
     """Return ``base_rate * batch / reference_batch``: the linear scaling rule.
 
-    `base_rate` is what is right for `reference_batch` samples; 0.1 for 256 with ResNet-50.
+    `base_rate` is the rate for `reference_batch` samples; 0.1 for 256 with ResNet-50.
 
     >>> linear_scaled_rate(0.1, batch=1024)
     0.4
@@ -63,7 +63,7 @@ def steps_in(epochs: float, samples: int, batch: int) -> int:
 
 
 def momentum_correction(rate: float, previous_rate: float) -> float:
-    """Return what the velocity must be multiplied by when the rate changes: their quotient.
+    """Return the factor for the velocity when the rate changes: the quotient of the rates.
 
     Only for a velocity that contains the rate, ``v = m v + rate g; w -= v`` (Keras' SGD); then it
     moves weights as ``u = m u + g; w -= rate u`` (torch's SGD) does, which needs no correction.

@@ -6,9 +6,9 @@ half a unit in the last place add up instead of being lost. (M. Croci et al., "S
 implementation, error analysis and applications", R. Soc. Open Sci. 2022, doi:10.1098/rsos.211631.)
 
 The random number of an element is a function of (seed, tensor, stream, step, index) and of nothing
-else: ranks that hold the same values stay equal on any devices, and a resumed run goes on as it
-would have. `hororing.toolkit.torch.optim.rounding` and `hororing.toolkit.keras.optim.rounding`
-compute it with the framework's integer operations modulo 2**32, and get the same numbers::
+else: ranks that hold the same values stay equal on any devices, and a resumed run continues
+exactly. `hororing.toolkit.torch.optim.rounding` and `hororing.toolkit.keras.optim.rounding` compute
+it with the framework's integer operations modulo 2**32, and get the same numbers::
 
     a, b = keys(seed, tensor, stream)
     x = j + a + step * STEPS[0]                 element 2 j has the low half of the last x,
@@ -65,7 +65,7 @@ class StochasticRounding:
 
     @classmethod
     def loaded(cls, seed: int) -> StochasticRounding:
-        """Return what had this seed when it was saved, without asking other ranks."""
+        """Return the saved object with this seed, without communication."""
         made = cls.__new__(cls)
         made.seed = checked_seed(seed)
         return made
@@ -100,7 +100,7 @@ def shared_seed(seed: int | None = None, *, process_set: ProcessSet = global_pro
 
 
 def rank_stream() -> int:
-    """Return the number of the stream that is this rank's alone."""
+    """Return the number of this rank's own stream."""
     return (hvd.rank() if hvd.is_initialized() else 0) + 1
 
 

@@ -1,4 +1,4 @@
-"""Slow ranks: make them on purpose, find them, and predict what they cost.
+"""Slow ranks: inject them, find them, and predict their cost.
 
 No framework is needed, and each module works without the others.
 """

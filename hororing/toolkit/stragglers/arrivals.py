@@ -1,4 +1,4 @@
-"""When each rank was ready for each collective: what a timeline says about that."""
+"""When each rank was ready for each collective, from a timeline."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ def read_timeline(path: str | os.PathLike[str]) -> Recording:
 def steps(collectives: list[Collective]) -> Array:
     """When each rank had submitted the last tensor of each step: (steps, ranks), in seconds.
 
-    A step of a process set ends where a name comes again. The steps of all sets are ordered by the
-    time at which their last rank arrived.
+    A step of a process set ends where a name repeats. The steps of all sets are ordered by the time
+    at which their last rank arrived.
     """
     rows: list[Array] = []
-    last: dict[int, Array] = {}  # per process set: its step so far
+    last: dict[int, Array] = {}  # the current step of each process set
     seen: defaultdict[int, set[str]] = defaultdict(set)
     for collective in collectives:
         names, number = seen[collective.process_set], collective.process_set

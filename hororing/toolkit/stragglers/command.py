@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Print the report. 1: the file tells nothing."""
+    """Print the report. 1: the file has no usable data."""
     tolerance_s = None if chosen.tolerance_ms is None else chosen.tolerance_ms * 1e-3
     try:
         diagnosis = diagnose(read_timeline(chosen.timeline), tolerance_s)

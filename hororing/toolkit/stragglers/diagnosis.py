@@ -153,9 +153,9 @@ def diagnose(recording: Recording, tolerance_s: float | None = None) -> Diagnosi
     """Compare when the ranks arrive at the collectives of each step.
 
     A rank arrives at a step when it has submitted its last tensor of it. It is late when it took
-    more than `tolerance_s` longer than half of the ranks since it was last free, so that a rank
-    is not blamed for one that it had to wait for in another process set. The first step of each
-    rank, which begins nobody knows when, does not count.
+    more than `tolerance_s` longer than half of the ranks since it was last free, so that a rank is
+    not blamed for one that it had to wait for in another process set. The first step of each rank,
+    whose beginning is unknown, does not count.
 
     Parameters
     ----------
@@ -220,7 +220,7 @@ def diagnose(recording: Recording, tolerance_s: float | None = None) -> Diagnosi
 
 
 def _own_times(rows: Array, ends: Array) -> Array:
-    """Seconds from where each rank was free to where it arrived, NaN where that is not known."""
+    """Seconds from each rank's release to its arrival, NaN if unknown."""
     free = np.full(rows.shape[1], np.nan)
     own = np.full_like(rows, np.nan)
     for step, row in enumerate(rows):
@@ -231,7 +231,7 @@ def _own_times(rows: Array, ends: Array) -> Array:
 
 
 def _lower_median(own: Array) -> Array:
-    """Per row, of what is not NaN; NaN where nothing is."""
+    """Per row, of the values that are not NaN; NaN if there are none."""
     ordered = np.sort(own, axis=1)  # NaN last
     counts = np.isfinite(own).sum(axis=1)
     median: Array = ordered[np.arange(len(own)), np.maximum(0, (counts - 1) // 2)]

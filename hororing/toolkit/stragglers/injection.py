@@ -87,8 +87,8 @@ class StragglerInjector:
         self.probability = probability
         self.delay_s = delay_s
         self.seed = seed
-        self.step = 0  # how often it was called
-        self.late_steps = 0  # in how many of these it slept on this rank
+        self.step = 0  # number of calls
+        self.late_steps = 0  # number of these in which it slept on this rank
         self._ranks = None if ranks is None else frozenset(ranks)
         self._hosts = None if hosts is None else frozenset(hosts)
         self._rank = rank
@@ -97,16 +97,16 @@ class StragglerInjector:
 
     @classmethod
     def fixed_host(cls, host: int | str, delay_s: float, **options: Any) -> StragglerInjector:
-        """One host is slow in every step: what no way of averaging can help against."""
+        """One host is slow in every step: no way of averaging helps against this."""
         return cls(1.0, delay_s, hosts=[host], **options)
 
     @classmethod
     def thirty_percent(cls, delay_s: float, **options: Any) -> StragglerInjector:
-        """In every step 30 % of the ranks: so many that every group has one."""
+        """30 % of the ranks are late in every step: so many that every group has one."""
         return cls(0.3, delay_s, **options)
 
     def __call__(self, *_: object, **__: object) -> None:
-        """Begin a step; perhaps late."""
+        """Begin a step, perhaps with a delay."""
         step, self.step = self.step, self.step + 1
         if not self.probability or not self.delay_s:
             return
@@ -162,9 +162,9 @@ class StragglerInjector:
         return np.where(late, self.delay_s, 0.0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state with which a resumed run goes on with the same draws."""
+        """Return the state with which a resumed run continues with the same draws."""
         return {"step": self.step, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state_dict` was made."""
+        """Continue from a `state_dict`."""
         self.step, self.seed = state["step"], state["seed"]

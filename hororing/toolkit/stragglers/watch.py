@@ -1,4 +1,4 @@
-"""Stragglers of the steps that are being made now."""
+"""Stragglers of the current steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BEGIN, _END = "stragglers.begin", "stragglers.end"
 
 
 class StragglerWatch:
-    """Records some steps, and tells every rank which ranks were late in them.
+    """Records some steps, and reports on every rank which ranks were late in them.
 
     All ranks enter and leave it together. It uses the timeline. If one is being written
     (HORORING_TIMELINE), it continues and is read at the end; otherwise nothing is recorded outside

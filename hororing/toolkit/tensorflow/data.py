@@ -12,8 +12,8 @@ from hororing.toolkit.data.sharding import Shard
 def shard_indices(shard: Shard, *, advance: bool = True) -> tf.data.Dataset:
     """Return a data set of this process's indices (int64 scalars) in an epoch.
 
-    Every iteration over it has those that are left in the shard's epoch, at the time when it
-    begins. Map them to samples: ``shard_indices(shard).map(read).batch(32)``, or
+    Every iteration over it yields those that are left in the shard's epoch when it begins. Map them
+    to samples: ``shard_indices(shard).map(read).batch(32)``, or
     ``shard_indices(shard).batch(32).map(lambda at: (tf.gather(x, at), tf.gather(y, at)))``.
 
     Parameters

@@ -1,4 +1,4 @@
-"""Running statistics that differ between groups of ranks become one."""
+"""Averages running statistics that differ between groups of ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Other trackers that get what a run's record gets, where they are installed.
+"""Other trackers that get the data of a run's record, if they are installed.
 
-They hold their own defaults: where they store things, under which account. On rank 0 only.
+They have their own defaults for storage and account. On rank 0 only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Tracker(ABC):
-    """Something else that keeps runs.
+    """Another tracker of runs.
 
     Parameters
     ----------
@@ -27,12 +27,12 @@ class Tracker(ABC):
         self.required = required
 
     def begin(self, run: Mapping[str, Any]) -> bool:
-        """Take a run's first line; False: it is not installed."""
+        """Begin with a run's first line; False: the tracker is not installed."""
         try:
             module = importlib.import_module(self.package)
         except ModuleNotFoundError as missing:
             if missing.name is None or self.package.split(".")[0] != missing.name.split(".")[0]:
-                raise  # it is there, but something that it needs is not
+                raise  # it is installed, but one of its dependencies is not
             if self.required:
                 raise ModuleNotFoundError(self.why_not(), name=missing.name) from None
             return False
@@ -40,7 +40,7 @@ class Tracker(ABC):
         return True
 
     def why_not(self) -> str:
-        """Tell what to do if it is missing."""
+        """Return the remedy if it is missing."""
         name = type(self).__name__
         return f"tracking without {name}: it is not installed; pip install {self.distribution}"
 
@@ -50,7 +50,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take metrics."""
+        """Record metrics."""
 
     @abstractmethod
     def end(self, status: str) -> None:
@@ -122,7 +122,7 @@ class MLflow(Tracker):
     def start(self, module: ModuleType, run: Mapping[str, Any]) -> None:
         """Begin a run of the same name, with the hyper-parameters by dotted names."""
         from hororing.toolkit.tracking.comparison import (
-            flat,  # here: it needs nothing of this module
+            flat,  # imported here: it needs nothing of this module
         )
 
         self._module = module

@@ -28,7 +28,7 @@ class Comparison:
 
     runs: list[Run]
     changed: dict[str, list[Any]]  # hyper-parameters that differ
-    circumstances: dict[str, list[Any]]  # what else does: seed, ranks, versions, commit, settings
+    circumstances: dict[str, list[Any]]  # others: seed, ranks, versions, commit, settings
     last: dict[str, list[tuple[float, int] | None]]  # metrics: value and step
     best: dict[str, list[tuple[float, int] | None]]
 

@@ -1,4 +1,4 @@
-"""Reads the record of a run, also of one that was killed or is going on."""
+"""Reads the record of a run, also of one that was killed or is still running."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Metric:
         return self.values[-1], self.steps[-1]
 
     def best(self, maximize: bool) -> tuple[float, int]:
-        """The largest or the least value, and its first step; NaN is never best unless alone."""
+        """The largest or smallest value, and its first step; NaN is never best unless alone."""
         pairs = [(v, s) for v, s in zip(self.values, self.steps, strict=True) if v == v]
         if not pairs:
             return self.last
@@ -39,8 +39,8 @@ class Run:
     head: dict[str, Any]
     metrics: dict[str, Metric]
     notes: list[str]
-    status: str  # "completed", "failed"; "unfinished": killed, or going on
-    starts: int  # 1, and how often it was resumed
+    status: str  # "completed", "failed"; "unfinished": killed, or still running
+    starts: int  # 1 + number of resumptions
     torn: int  # lines cut short by a kill
 
     @property

@@ -1,8 +1,8 @@
 """The record of one run: a file of JSON lines that rank 0 appends to.
 
 The first line is the run (configuration, versions, hosts, commit, seed), then comes a line for
-every set of metrics, and one for the end. Each line is one write to the file, with nothing held
-back in the process: a run that is killed leaves everything up to its last metrics.
+every set of metrics, and one for the end. Each line is one unbuffered write to the file: a run that
+is killed leaves everything up to its last metrics.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class RunRecord:
 
     Parameters
     ----------
-    folder : where the file goes, `<name>.jsonl`; created if need be.
-    config : hyper-parameters, by name; values may be nested dicts and lists. Rank 0's count.
+    folder : of the file, `<name>.jsonl`; created if missing.
+    config : hyper-parameters, by name; values may be nested dicts and lists. Rank 0's are used.
     name : default: the time and a random number. If the file exists, the run is resumed in it.
     seed : of the run's random numbers.
     maximize : metrics whose largest value is the best; for others the smallest is.
@@ -97,7 +97,7 @@ class RunRecord:
                         warnings.warn(tracker.why_not(), stacklevel=2)
             except Exception as failed:
                 error = failed
-        path, error = _told((path, error))
+        path, error = _from_rank_0((path, error))
         if error is not None:
             self.close("failed")
             raise error
@@ -138,7 +138,7 @@ class RunRecord:
         return self.last
 
     def note(self, text: str) -> None:
-        """Add a line of text. Rank 0's counts; other ranks need not call it."""
+        """Add a line of text of rank 0; other ranks need not call it."""
         if _rank() == 0:
             self._write({"kind": "note", "text": text, **self._now()})
 
@@ -182,7 +182,7 @@ class RunRecord:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON has it; what JSON has not becomes text."""
+    """`value` in JSON's types; values of other types become text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -200,7 +200,7 @@ def _rank() -> int:
     return hvd.rank() if hvd.is_initialized() else 0
 
 
-def _told(mine: Any) -> Any:
+def _from_rank_0(mine: Any) -> Any:
     """Rank 0's, on every rank."""
     if not hvd.is_initialized():
         return mine

@@ -1,7 +1,7 @@
 """Coarse-to-fine search for hyper-parameters, on Optuna (``pip install optuna``).
 
-Each round draws from narrower ranges around the best trial so far. Samples, pruning and storage
-are Optuna's; what is here is the narrowing, and that all ranks of a job try the same values.
+Each round draws from narrower ranges around the best trial so far. Samples, pruning and storage are
+Optuna's; this module narrows the ranges and makes all ranks of a job try the same values.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ Space = Mapping[str, "Range | Sequence[Any]"]
 
 
 class StopEarly(Exception):
-    """Raised by `Attempt.report` on every rank where a trial is not worth going on with."""
+    """Raised by `Attempt.report` on every rank if a trial is not worth continuing."""
 
 
 class Attempt:
-    """One trial, on every rank: its values, and whether to go on."""
+    """One trial, on every rank: its values, and whether to continue."""
 
     def __init__(self, trial: Any, params: dict[str, Any], number: int, round_: int) -> None:
         self._trial = trial  # rank 0's
@@ -60,7 +60,7 @@ class Attempt:
         self.round = round_
 
     def report(self, step: int, value: float) -> None:
-        """Tell how it goes; all ranks together. Rank 0's value counts. May raise `StopEarly`."""
+        """Report progress; all ranks together. Rank 0's value is used. May raise `StopEarly`."""
         stop = False
         if self._trial is not None:
             self._trial.report(value, step)
@@ -167,7 +167,7 @@ def _try(
         value = float(objective(attempt))
     except StopEarly:
         stopped = True
-    stopped = any(_of_all(stopped))  # some rank may have raised it on its own
+    stopped = any(_of_all(stopped))  # a rank may have raised it by itself
     if study is None:
         return
     states = optuna.trial.TrialState

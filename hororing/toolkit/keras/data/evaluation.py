@@ -1,4 +1,4 @@
-"""Exact evaluation of Keras models; hororing/toolkit/data/evaluation.py says what is exact."""
+"""Exact evaluation of Keras models; hororing/toolkit/data/evaluation.py defines exact."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def evaluate(
     *,
     process_set: ProcessSet = global_process_set,
 ) -> dict[str, Total]:
-    """Evaluate `model` on every rank's batches, and return the totals of all ranks, on each.
+    """Evaluate `model` on each rank's batches, and return the totals over all ranks.
 
     Parameters
     ----------

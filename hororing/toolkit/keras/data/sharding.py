@@ -1,4 +1,4 @@
-"""ShardedArrays: what `hororing.toolkit.data.sharding.Shard` is for ``model.fit`` on arrays."""
+"""ShardedArrays: `hororing.toolkit.data.sharding.Shard` for ``model.fit`` on arrays."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hororing.toolkit.data.sharding import Shard
 class ShardedArrays(keras.utils.PyDataset):  # type: ignore[misc]  # Keras declares no types
     """Batches of one process's shard of arrays, in another order every epoch of ``model.fit``.
 
-    The callback begins the shard's epoch when Keras begins that epoch. (Keras also tells a data set
-    of ends of epochs that were none, so that it cannot count them itself.) With ``shuffle=True``
-    Keras would shuffle the batches again, on each process its own way, and a step would not have
-    the samples that `Shard` promises.
+    The callback begins the shard's epoch when Keras begins that epoch. (Keras also calls
+    `on_epoch_end` without an end of an epoch, so the data set cannot count epochs.) With
+    ``shuffle=True`` Keras would shuffle the batches again, differently on each process, and a step
+    would not have the samples that `Shard` promises.
 
     Parameters
     ----------
-    arrays : equally long, of NumPy or what else takes an array of indices: (x, y), or
-        (x, y, sample_weight).
+    arrays : of equal length, of NumPy or anything that takes an array of indices: (x, y), or (x, y,
+        sample_weight).
     batch_size : of this process.
-    shard : says which samples, and in what order; by default ``Shard(len(arrays[0]))``. To resume
-        within an epoch pass ``initial_epoch=shard.epoch`` to `fit`: what the shard knows as
-        processed is left out. (Keras warns that the data of this short epoch ran out, and goes on.)
+    shard : the samples and their order; by default ``Shard(len(arrays[0]))``. To resume within an
+        epoch pass ``initial_epoch=shard.epoch`` to `fit`: the shard's processed samples are left
+        out. (Keras warns that the data of this short epoch ran out, and continues.)
     **options : of keras.utils.PyDataset, as workers.
 
     Raises
@@ -82,7 +82,7 @@ class ShardedArrays(keras.utils.PyDataset):  # type: ignore[misc]  # Keras decla
         return tuple(array[indices] for array in self.arrays)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Have the batches of an epoch from now on: those that are left, if the shard is in it."""
+        """Begin an epoch, with its remaining batches if the shard is in it."""
         if epoch != self.shard.epoch:
             self.shard.set_epoch(epoch)
         self._left = self.shard.left()
@@ -93,7 +93,7 @@ class ShardedArrays(keras.utils.PyDataset):  # type: ignore[misc]  # Keras decla
         self._within = False
 
     def on_epoch_begin(self) -> None:
-        """Warn when all epochs have one order; Keras calls it."""
+        """Warn if all epochs have the same order; Keras calls it."""
         self._begun.append(self.shard.epoch)
         if self._begun == [self._begun[0]] * 3:  # the first may have built the model
             warnings.warn(

@@ -30,8 +30,8 @@ def averageable(variables: Sequence[Any]) -> list[Any]:
 class Average:
     """The mean of arrays over the ranks of `members`: started when it is made.
 
-    `share` is what this rank counts of a total of 1; None: as much as the others. A rank that has
-    called `join` does not count. See hororing.toolkit.torch.optim.averages, which does the same.
+    `share` is this rank's weight, of a total of 1; None: equal weights. A rank that has called
+    `join` does not count. See hororing.toolkit.torch.optim.averages, which does the same.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class Averaging:
     def __init__(self) -> None:
         self.flight: Flight | None = None
         self.state: dict[str, Any] = {}  # what `averaging_state` returns
-        self.attended = False  # a callback or the script averages, or has said that it will
+        self.attended = False  # a callback or the script averages, or has announced it
 
     def check_attended(self) -> None:
-        """Warn, once, if a step comes and nothing averages."""
+        """Warn, once, about a step if nothing averages."""
         if not self.attended and hvd.size() > 1:
             self.attended = True
             warnings.warn(

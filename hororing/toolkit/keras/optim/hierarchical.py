@@ -1,4 +1,4 @@
-"""HierarchicalSGD for Keras 3: an optimizer whose ranks average their weights from time to time.
+"""HierarchicalSGD for Keras 3: an optimizer whose ranks average their weights periodically.
 
 The optimizer chooses the ranks that reduce gradients, inside the train step; weights are averaged
 between steps, by `HierarchicalSGDCallback` or by `average_if_due`. The clock is `iterations`, which
@@ -91,7 +91,7 @@ class Hierarchical(Distributed):
         return results
 
     def attend(self) -> None:
-        """Say that the caller will call `average_if_due`; without it there is a warning."""
+        """Announce that the caller will call `average_if_due`; this avoids a warning."""
         self._averaging.attended = True
 
     # -- averages, between train steps ------------------------------------------------------
@@ -107,9 +107,9 @@ class Hierarchical(Distributed):
         return self._averaging.state.get("last")
 
     def average_if_due(self, weights: Sequence[Any]) -> None:
-        """Average `weights`, those of the model, if the clock says so. After every update.
+        """Average `weights`, those of the model, if an average is due. After every update.
 
-        HierarchicalSGDCallback does this. For a training loop of your own; call it outside traced
+        HierarchicalSGDCallback does this. For custom training loops; call it outside traced
         functions. A second call after the same update does nothing.
         """
         plan, steps, state = self._plan, self.steps_done, self._averaging.state
@@ -183,7 +183,7 @@ class Hierarchical(Distributed):
     # -- momenta ----------------------------------------------------------------------------
 
     def _slots(self) -> list[Any]:
-        """Optimizer variables that belong to a weight each."""
+        """Optimizer variables that each belong to a weight."""
         own = {id(self._iterations), id(getattr(self, "_learning_rate", None))}
         shapes = {tuple(variable.shape) for variable in self._trainable_variables}
         others = [variable for variable in self.variables if id(variable) not in own]
@@ -207,7 +207,7 @@ class Hierarchical(Distributed):
     # -- the outer optimizer, and delays ------------------------------------------------------
 
     def begin_averaging(self, weights: Sequence[Any]) -> None:
-        """Begin or go on: before the first step. Notes where the outer optimizer begins."""
+        """Begin or resume, before the first step. Records the outer optimizer's start."""
         self.attend()
         self._averaging.state.setdefault("seen", self.steps_done)
         self._begin_outer(weights)
@@ -275,7 +275,7 @@ class Hierarchical(Distributed):
         self._reset_momenta()
 
     def averaging_state(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside the saved model, as plain objects and arrays.
+        """Return the state that a resumed run needs beside the model, as plain objects and arrays.
 
         Only with `outer` or `delay_steps`, and for a file of this rank. Pickles. Waits for a
         delayed average.
@@ -285,7 +285,7 @@ class Hierarchical(Distributed):
         return {key: list(v) if isinstance(v, list) else v for key, v in state.items()}
 
     def load_averaging_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `averaging_state` returned."""
+        """Resume from the result of `averaging_state`."""
         self._averaging.flight = None
         self._averaging.state = {
             key: list(v) if isinstance(v, list) else v for key, v in state.items()
@@ -317,7 +317,7 @@ def HierarchicalSGD(
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
 ) -> Any:
-    """Make `optimizer` one of hierarchical SGD, and return it. Collective: all ranks call it alike.
+    """Make `optimizer` one of hierarchical SGD, and return it. Collective, with equal arguments.
 
     Train with `HierarchicalSGDCallback`. `hororing.toolkit.torch.optim.HierarchicalSGD` explains
     the options, with these differences: all floating-point weights of the model are averaged,

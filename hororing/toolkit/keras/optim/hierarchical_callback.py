@@ -12,7 +12,7 @@ from hororing.toolkit.keras.optim.hierarchical import Hierarchical
 
 
 class HierarchicalSGDCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Averages weights when the clock of HierarchicalSGD says so. Every rank needs it.
+    """Averages weights when HierarchicalSGD requires it. Every rank needs it.
 
     Before validation, at the end of every epoch and at the end of training, all ranks get the same
     weights. Put it before callbacks that save or evaluate, and after
@@ -35,7 +35,7 @@ class HierarchicalSGDCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._training = False
 
     def set_model(self, model: Any) -> None:
-        """Look at how the model was compiled."""
+        """Check how the model was compiled."""
         super().set_model(model)
         optimizer = getattr(model, "optimizer", None)
         if not isinstance(optimizer, Hierarchical):
@@ -52,7 +52,7 @@ class HierarchicalSGDCallback(keras.callbacks.Callback):  # type: ignore[misc]
             backend().prepare(model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Note the weights to begin with, if there are."""
+        """Record the first weights, if they exist."""
         self._training = True
         self.model.optimizer.attend()
         if self.model.built and not self.model.optimizer.built:
@@ -61,7 +61,7 @@ class HierarchicalSGDCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self.model.optimizer.begin_averaging(self.model.weights)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Average, if it is time."""
+        """Average, if due."""
         self._synced().optimizer.average_if_due(self.model.weights)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:

@@ -68,7 +68,7 @@ class Layerwise(keras.Optimizer):  # type: ignore[misc]  # Keras declares no typ
                 self._masters[at].assign(ops.cast(variable, "float32"))
 
     def _like(self, variable: Any, name: str) -> Any:
-        """Return a new variable of the optimizer, of the type in which is computed."""
+        """Return a new variable of the optimizer, of the type of its arithmetic."""
         return self.add_variable(
             shape=variable.shape,
             initializer="zeros",
@@ -140,7 +140,7 @@ def positive(one: Any, other: Any) -> Any:
 
 
 def quotient(above: Any, below: Any, valid: Any) -> Any:
-    """Return above / below; something finite where that is not `valid`."""
+    """Return above / below; a finite number if it is not `valid`."""
     return ops.divide(above, ops.where(valid, below, ops.ones_like(below)))
 
 

@@ -26,7 +26,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[m
     Parameters
     ----------
     inner_optimizer, initial_scale, dynamic_growth_steps, name : as for Keras'.
-    process_set : the ranks that must decide alike; a ProcessSet, or the ranks of a registered one.
+    process_set : the ranks that decide together; a ProcessSet, or the ranks of a registered one.
 
     Examples
     --------

@@ -37,9 +37,9 @@ def round_stochastically(
     values : float32, any shape.
     dtype : "float16" or "bfloat16".
     seed : of the run, from 0 to 2**64 - 1; see `shared_seed` of hororing.toolkit.large_batch.
-    tensor, step : which tensor this is, and the how-manieth time: other random numbers each. The
-        step may be a tensor of integers.
-    stream : 0 where all ranks need the same result, `rank_stream()` where each has its own.
+    tensor, step : numbers of the tensor and of the step, each with its own random numbers. The step
+        may be a tensor of integers.
+    stream : 0 if all ranks need the same result, `rank_stream()` if each has its own.
 
     Examples
     --------
@@ -111,14 +111,14 @@ def _check_type(dtype: str) -> None:
 class StochasticCast(keras.layers.Layer):  # type: ignore[misc]  # Keras declares no types
     """Rounds activations at random to 16 bits, on every rank with its own random numbers.
 
-    In evaluation it rounds to nearest. How often it has been called in training is saved with the
-    layer, so that a resumed run goes on as it would have. Gradients pass as through a cast.
+    In evaluation it rounds to nearest. The number of calls in training is saved with the layer, for
+    exact resumption. Gradients pass as through a cast.
 
     Parameters
     ----------
     to : "bfloat16" or "float16".
     seed : of the run; layers with equal seeds need different `tensor` numbers.
-    tensor : a number of the layer's own.
+    tensor : a number that is unique to the layer.
     **options : of keras.layers.Layer: name, ...
 
     Examples

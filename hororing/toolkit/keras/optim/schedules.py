@@ -100,7 +100,7 @@ class ScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self.momentum_correction = momentum_correction
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Look at how the model was compiled."""
+        """Check how the model was compiled."""
         together = getattr(self.model, "steps_per_execution", 1)
         if together > 1:
             raise ValueError(

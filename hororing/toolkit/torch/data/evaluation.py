@@ -1,4 +1,4 @@
-"""Exact evaluation of torch modules; hororing/toolkit/data/evaluation.py says what is exact."""
+"""Exact evaluation of torch modules; hororing/toolkit/data/evaluation.py defines exact."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def evaluate(
     device: torch.device | str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> dict[str, Total]:
-    """Evaluate `model` on every rank's batches, and return the totals of all ranks, on each.
+    """Evaluate `model` on each rank's batches, and return the totals over all ranks.
 
     Parameters
     ----------
@@ -48,8 +48,8 @@ def evaluate(
 
     Notes
     -----
-    The model is in evaluation mode meanwhile, without gradients. Values are added up where they
-    are; what is read back from a device is two numbers per metric at the end.
+    The model is in evaluation mode meanwhile, without gradients. Values are added up on their
+    device; at the end two numbers per metric are read back.
 
     Raises
     ------
@@ -129,7 +129,7 @@ def _moved(item: Any, device: torch.device) -> Any:
 
 
 class _Masked(Dataset[Any]):
-    """Samples of a data set, with what says whether they count, by (index, counts)."""
+    """Samples of a data set by (index, counts), with their masks."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -162,8 +162,8 @@ def masked_loader(
 ) -> DataLoader[Any]:
     """Return a DataLoader of (inputs, targets, mask): this rank's shard for `evaluate`.
 
-    All ranks have the same number of batches, all batches the same size; samples with which they
-    are filled up have mask False.
+    All ranks have the same number of batches, and all batches the same size; padding samples have
+    mask False.
 
     Parameters
     ----------

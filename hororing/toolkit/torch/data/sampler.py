@@ -1,4 +1,4 @@
-"""ShardSampler: what `hororing.toolkit.data.sharding.Shard` is for torch.utils.data."""
+"""ShardSampler: `hororing.toolkit.data.sharding.Shard` as a sampler of torch.utils.data."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hororing.toolkit.data.sharding import Shard
 class ShardSampler(Shard, Sampler[int]):
     """The samples of one process, for ``DataLoader(dataset, sampler=...)``.
 
-    As torch's DistributedSampler it needs `set_epoch` before every epoch; and it can stop and
-    resume within one, on another number of processes: `hororing.toolkit.data.sharding.Shard` has
-    the rest, `record_batch`, `state_dict`, `synchronize` among it. Batches of a DataLoader arrive
-    later than they are drawn, so nothing is recorded by drawing.
+    Like torch's DistributedSampler it needs `set_epoch` before every epoch. It can also resume
+    within an epoch, on another number of processes: see `record_batch`, `state_dict` and
+    `synchronize` of `hororing.toolkit.data.sharding.Shard`. A DataLoader draws batches before they
+    are used, so drawing records nothing.
 
     Parameters
     ----------
-    dataset : what has the length of the data set, or that length.
+    dataset : an object with the length of the data set, or that length.
     rank, size : as for `Shard`.
     **options : `seed`, `shuffle` and `remainder`, as for `Shard`.
 

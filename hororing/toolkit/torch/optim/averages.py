@@ -16,16 +16,16 @@ class Average:
     """The mean of `tensors` over the ranks of `members`: started when it is made.
 
     Tensors keep dtype and memory; 16-bit ones are summed in float32 and rounded once. A rank that
-    has called `join` does not count: beside the tensors travels what this rank counts, and the
-    result is divided by its total, which is 1 if no rank is missing.
+    has called `join` does not count: each rank's weight is sent beside the tensors, and the result
+    is divided by their total, which is 1 if no rank is missing.
 
     Parameters
     ----------
     name : of the request, the same on all ranks; one in flight at a time.
     tensors : at least one; the same shapes and dtypes on every rank, on one device.
-    share : what this rank counts, of a total of 1; None: as much as the others.
-    in_place : leave the mean in `tensors`, which must not be used before `finish`; otherwise it is
-        that of their present values, in new tensors.
+    share : this rank's weight, of a total of 1; None: equal weights.
+    in_place : put the mean into `tensors`, which must not be used before `finish`; otherwise it is
+        that of their current values, in new tensors.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How an optimizer of hierarchical SGD averages what it has learned, at once or delayed.
+"""How an optimizer of hierarchical SGD averages weights and momenta, at once or delayed.
 
 All that a checkpoint needs is in `optimizer.state[KEY]`, which state_dict() holds and
 broadcast_optimizer_state sends:
@@ -7,7 +7,7 @@ broadcast_optimizer_state sends:
     averaged  the step after which all ranks had the same weights
     last      step and period of the latest average
     previous, outer        weights and momentum of the outer optimizer, by position
-    pending   what a delayed average will change, and after which step
+    pending   changes by a delayed average, and the step after which they are due
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Averaging(Distributed):
         return [float(group["lr"]) for group in self.param_groups for _ in group["params"]]
 
     def _outer_update(self, at: int, mean: torch.Tensor, lr: float) -> torch.Tensor:
-        """Return the weights after an outer step, wide; keep what the next one needs."""
+        """Return the weights after an outer step, wide; keep the state for the next one."""
         clock = self._clock
         assert self._plan.outer is not None
         new, momentum = self._plan.outer.update(
@@ -190,7 +190,7 @@ class Averaging(Distributed):
 
     @torch.no_grad()
     def _land(self) -> None:
-        """Wait for the average in flight, and note what it will change."""
+        """Wait for the average in flight, and record its changes."""
         flight, self._flight = self._flight, None
         if flight is None:
             return

@@ -2,12 +2,12 @@
 
 In the step whose end is a sync point: gradient final -> update -> average of the bucket begins. A
 bucket is some parameters, the same on all ranks, in reverse order of registration, in which
-gradients come. What cannot be updated early waits for `step()`: parameters that were named as late,
-those whose gradient came more often than backward passes were made (reentrant checkpoints), and
-those without a gradient. That is learned from steps before, so the first step of a run is late.
+gradients come. Some parameters wait for `step()`: those named as late, those with more gradients
+than backward passes (reentrant checkpoints), and those without a gradient. Earlier steps show which
+these are, so the first step of a run has no early updates.
 
 An operation that saved a weight and runs its backward after the weight's gradient is final would
-see another weight: autograd raises an error then ("modified by an inplace operation").
+use another weight: autograd raises an error then ("modified by an inplace operation").
 """
 
 from __future__ import annotations

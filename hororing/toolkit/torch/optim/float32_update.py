@@ -1,14 +1,14 @@
 """Updates of 16-bit parameters in float32: what `LARS` and `LAMB` do, and any torch optimizer can.
 
 While an optimizer updates, a float32 tensor stands in for every float16 or bfloat16 parameter, in
-its groups and as key of its state; gradients are cast, and freed of the scale of a GradScaler,
+its groups and as key of its state; gradients are cast, and divided by the scale of a GradScaler,
 before anything is computed from them. So state, norms and the update itself are float32. At all
 other times (for learning rate schedulers, DistributedOptimizer, state_dict) the optimizer holds the
 parameters.
 
-Where stand-ins are kept from step to step they are master weights (Micikevicius et al., "Mixed
-precision training", 2018, arXiv:1710.03740). Otherwise they are made from the parameters anew, and
-rounded back at random, which loses no small updates either.
+Stand-ins that are kept from step to step are master weights (Micikevicius et al., "Mixed precision
+training", 2018, arXiv:1710.03740). Otherwise they are made from the parameters anew, and rounded
+back at random, which loses no small updates either.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hororing.toolkit.torch.optim.rounding import round_into
 
 SHORT: Final = (torch.float16, torch.bfloat16)
 MASTER: Final = "float32_weight"  # in the state of a parameter
-SCALES: Final = ("grad_scale", "found_inf")  # what GradScaler sets while it calls `step`
+SCALES: Final = ("grad_scale", "found_inf")  # set by GradScaler while it calls `step`
 
 Closure = Callable[[], Any] | None
 
@@ -56,7 +56,7 @@ class Float32Update(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # torch's own steps would look at these, too.
+        # torch's own steps would read these, too.
         given: dict[str, Any] = {
             name: self.__dict__.pop(name) for name in SCALES if name in self.__dict__
         }
@@ -131,8 +131,8 @@ class Float32Update(torch.optim.Optimizer):
         if kept is None or group.get("rounding_seed") is not None:
             stand_in = param.detach().float()
         else:
-            # Whatever somebody else wrote into the parameter since (a broadcast, an average, a
-            # checkpoint) counts, where it did.
+            # Values that others have written into the parameter since (a broadcast, an average, a
+            # checkpoint) are kept.
             same = kept.to(param.dtype) == param.detach()
             stand_in = kept if bool(same.all()) else kept.where(same, param.detach().float())
         if state:

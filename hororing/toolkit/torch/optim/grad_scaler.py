@@ -15,11 +15,11 @@ from hororing.torch.ops import allreduce
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`, but an infinity on one rank makes all ranks skip the step.
 
-    Infinities spread through an allreduce, so torch's own scaler decides alike on all ranks if
-    gradients are averaged over all of them. If they are averaged in groups, or only from time to
-    time (hierarchical and local SGD), or with op=Adasum, one rank may step and another may not, and
-    their scales diverge. This scaler reduces its findings, 4 bytes for each optimizer and step,
-    over `process_set`.
+    Infinities spread through an allreduce, so torch's own scaler makes the same decision on all
+    ranks if gradients are averaged over all of them. If they are averaged in groups, or only
+    periodically (hierarchical and local SGD), or with op=Adasum, one rank may step and another may
+    not, and their scales diverge. This scaler reduces its findings, 4 bytes for each optimizer and
+    step, over `process_set`.
 
     Use it like torch's. All ranks of the set must create it, and call `unscale_`, `step` and
     `update` for the same optimizers in the same order. Scale and growth stay equal if they start
@@ -29,7 +29,7 @@ class GradScaler(torch.amp.GradScaler):
     ----------
     device : of the scale: "cpu" or "cuda".
     init_scale, growth_factor, backoff_factor, growth_interval, enabled : as for torch's.
-    process_set : the ranks that must decide alike: those whose weights are ever averaged.
+    process_set : the ranks that must make the same decision: those whose weights are ever averaged.
 
     Examples
     --------
@@ -61,7 +61,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> dict[torch.device, torch.Tensor]:
-        """Agree on what torch has found: this is where it looks, before and within `step`."""
+        """Agree on the infinities that torch has found, before and within `step`."""
         found = super()._unscale_grads_(optimizer, *args, **kwargs)
         if len(self._members.ranks) == 1:
             return dict(found)

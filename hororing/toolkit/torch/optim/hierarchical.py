@@ -68,7 +68,7 @@ class Hierarchical(Averaging):
 
         After another `init()`, whose ranks may be more or fewer, and to change groups or weights:
         `period_group_size_dict`, `gradient_groups` and `weight` may be given again. The counter
-        goes on. Errors are those of `HierarchicalSGD`; then groups stay as they are.
+        continues. Errors are those of `HierarchicalSGD`; after one, groups are unchanged.
         """
         unknown = sorted(changes.keys() - {"period_group_size_dict", "gradient_groups", "weight"})
         if unknown:
@@ -84,7 +84,7 @@ class Hierarchical(Averaging):
     # -- the clock --------------------------------------------------------------------------------
 
     def _follow_clock(self) -> None:
-        """Reduce the gradients of the next step among the ranks that it asks for."""
+        """Reduce the gradients of the next step among the ranks of its phase."""
         hierarchy, steps = self._plan.hierarchy, self.steps_done
         members = self._gradient_set if hierarchy.is_local(steps) else global_process_set
         if members is not self._reducing_in:
@@ -96,7 +96,7 @@ class Hierarchical(Averaging):
             self._early.arm(hierarchy.level_after(steps + 1) is not None)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Reduce gradients, take the wrapped optimizer's step, average weights if it is time.
+        """Reduce gradients, take the wrapped optimizer's step, average weights if due.
 
         After the warm-up gradients are reduced within this rank's gradient group. A `closure` and
         its loss as well.
@@ -136,7 +136,7 @@ class Hierarchical(Averaging):
 
     @contextlib.contextmanager
     def _only(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Let the wrapped optimizer see only some parameters."""
+        """Restrict the wrapped optimizer to some parameters."""
         chosen = {id(param) for param in params}
         groups = self.param_groups
         self.param_groups = [
@@ -166,7 +166,7 @@ class Hierarchical(Averaging):
         return self._start(level, [self._master(param) for param in params], True, part)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients; AssertionError while some are on their way."""
+        """Reset the gradients; AssertionError while some are in flight."""
         super().zero_grad(set_to_none)
         if self._early is not None:
             self._early.forget()
@@ -184,8 +184,8 @@ class Hierarchical(Averaging):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank, with the counter; waits for a delayed average.
 
-        Between sync points ranks differ: for a run that goes on bit by bit every rank saves its
-        own model and state. For one file, call `final_average()` before.
+        Between sync points ranks differ: to resume with the same bits, every rank saves its own
+        model and state. For one file, call `final_average()` before.
         """
         self._before_state_is_read()
         packed: dict[str, Any] = super().state_dict()
@@ -193,7 +193,7 @@ class Hierarchical(Averaging):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. ValueError for that of another optimizer."""
+        """Load the result of `state_dict`. ValueError for that of another optimizer."""
         if KEY not in state_dict["state"]:
             raise ValueError(
                 "HierarchicalSGD: this state has no step counter, so it is another optimizer's. To "
@@ -237,7 +237,7 @@ class Hierarchical(Averaging):
         super()._reduce_for_scaler()
 
     def _agree_on_infinities(self, found: Iterable[torch.Tensor]) -> None:
-        """Let all ranks skip a step if one must: also those that have other gradients."""
+        """Make all ranks skip a step if one must, also ranks with other gradients."""
         found = list(found)
         if size() > 1:
             here = torch.tensor(any(map(bool, found)))

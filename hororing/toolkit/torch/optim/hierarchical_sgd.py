@@ -1,4 +1,4 @@
-"""HierarchicalSGD: an optimizer whose ranks average their weights from time to time, in levels.
+"""HierarchicalSGD: an optimizer whose ranks average their weights periodically, in levels.
 
 Like `hororing.torch.DistributedOptimizer`, it changes the given optimizer itself.
 """
@@ -47,7 +47,7 @@ def HierarchicalSGD(
     compression: type[Compressor] = NoneCompressor,
     backward_passes_per_step: int = 1,
 ) -> torch.optim.Optimizer:
-    """Make `optimizer` one of hierarchical SGD, and return it. Collective: all ranks call it alike.
+    """Make `optimizer` one of hierarchical SGD, and return it. Collective, with equal arguments.
 
     The first `warmup_steps` are those of `DistributedOptimizer`. Then every rank takes its own
     steps, with gradients that are averaged only within its gradient group. Weights are averaged
@@ -62,7 +62,7 @@ def HierarchicalSGD(
     period_group_size_dict : from periods, ascending, each a multiple of the one before, to groups:
         a number of consecutive ranks, "host", "world", or lists of ranks. Groups nest; the last is
         all ranks. ``OrderedDict([(2, 4), (8, 16)])``: groups of 4 every 2 steps, all 16 every 8th.
-        hororing/toolkit/large_batch/hierarchy.py says when a level is due.
+        hororing/toolkit/large_batch/hierarchy.py defines when a level is due.
     warmup_steps : number of synchronous steps at the start.
     named_buffers : ``model.named_buffers()``: those of floating point (batch-norm statistics) are
         averaged with the weights. Nothing is sent in the forward pass. Leave out buffers that must
@@ -104,10 +104,10 @@ def HierarchicalSGD(
     with or without gradient. With `torch.amp.GradScaler`, all ranks agree in every step whether to
     skip it, and therefore wait for the last one: use bfloat16.
 
-    In an elastic job ranks do not meet here. Put the optimizer into a `TorchState`: whenever
-    `hvd.elastic.run` calls the training function, groups have been formed of the ranks of then, by
-    the same rules. If these do not fit, that is a ValueError of `run` on every rank: "host" and
-    "world" always do. All ranks then have the weights of rank 0.
+    In an elastic job this call does not communicate. Put the optimizer into a `TorchState`: before
+    `hvd.elastic.run` calls the training function, it forms groups of the current ranks, by the same
+    rules, and all ranks get the weights of rank 0. If the rules do not fit these ranks, `run`
+    raises a ValueError on every rank; "host" and "world" always fit.
 
     Examples
     --------
@@ -137,7 +137,7 @@ def HierarchicalSGD(
         shapes = [tuple(param.shape) for param in parameters(optimizer)]
         return {"buffers": [name for name, _ in buffers], "shapes of parameters": shapes}
 
-    if is_elastic():  # ranks that come later make it while others train
+    if is_elastic():  # later ranks create it while others train
         plan = None
         check()
     else:

@@ -139,7 +139,7 @@ class LARS(Float32Update):
         grads: list[torch.Tensor],
         group: dict[str, Any],
     ) -> list[torch.Tensor]:
-        """Learning rate times trust, of each parameter; on its device, so that nothing waits."""
+        """Learning rate times trust, of each parameter, on its device, which avoids a wait."""
         weight = norms(params)
         if group["denominator"] == "paper":
             gradient = norms(raw)

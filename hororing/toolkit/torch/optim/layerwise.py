@@ -1,4 +1,4 @@
-"""The common part of LARS and LAMB: norms of many tensors in one go."""
+"""The common part of LARS and LAMB: norms of many tensors at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MANY: Final = 10_000_000
 
 
 def tensors_by_type(params: list[torch.Tensor], what: str) -> Iterator[list[torch.Tensor]]:
-    """Yield the parameters that have a gradient: together those of one device and type."""
+    """Yield the parameters with a gradient, grouped by device and type."""
     lists: dict[Any, list[torch.Tensor]] = {}
     for param in params:
         if param.grad is None:

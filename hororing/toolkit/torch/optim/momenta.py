@@ -53,7 +53,7 @@ def held(
 
 
 def is_master(key: str) -> bool:
-    """Whether the state is a copy of the weights with more digits, which makes the weights."""
+    """Whether the state is a master copy: the weights, with more digits."""
     return key in MASTERS
 
 
@@ -63,7 +63,7 @@ def to_average(
     members: ProcessSet,
     name: str,
 ) -> list[torch.Tensor]:
-    """Return `momenta`, in an order that all `members` share; zeros for those that others have."""
+    """Return `momenta`, in the same order on all `members`; zeros for those of other ranks."""
     mine = list(momenta)
     if len(members.ranks) == 1:
         return list(momenta.values())
