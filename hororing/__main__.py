@@ -53,7 +53,7 @@ _MIN_SHARED_MEMORY_BYTES = 64 * 2**20
 
 
 def info() -> int:
-    """Print what is there, and return 0 only if a one-process allreduce works."""
+    """Print what is installed, and return 0 only if a one-process allreduce works."""
     missing: list[str] = []
     lines = [
         ("hororing", hororing.__version__),

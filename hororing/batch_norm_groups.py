@@ -37,7 +37,7 @@ def register(group_size: int, process_set: ProcessSet, title: str) -> ProcessSet
 class GroupedLayer:
     """The common part of Keras layers that share statistics, for every backend.
 
-    A mixin, placed before the class of the layer; knows the ranks that share the statistics.
+    A mixin, placed before the class of the layer; has the ranks that share the statistics.
     """
 
     process_set: ProcessSet

@@ -212,7 +212,7 @@ def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> JobSet
     if "RENDEZVOUS" in env and not {"RANK", "SIZE"} & {*ranks}:
         raise ValueError(
             f"{_PREFIX}RENDEZVOUS={env['RENDEZVOUS']} is set, but neither {_PREFIX}RANK and "
-            f"{_PREFIX}SIZE nor a launcher tell which rank this is, and of how many"
+            f"{_PREFIX}SIZE nor a launcher set this rank and the number of ranks"
         )
     _check_ranks(ranks)
     if not place.rendezvous and ranks["SIZE"] > 1:

@@ -310,7 +310,7 @@ def _is_inherited(launch: Launch) -> bool:
 
 
 def mark_rank(environ: MutableMapping[str, str] | None = None) -> None:
-    """Let processes that this rank starts know that they are not ranks."""
+    """Mark later child processes of this rank: they are not ranks."""
     env = os.environ if environ is None else environ
     env[_RANK] = f"{os.getpid()} {_job(env)}"
 

@@ -73,8 +73,8 @@ def updates() -> tuple[int, int]:
 
     Returns
     -------
-    The time of the last change, in microseconds since the epoch, and its kind: 0 nothing, 1 some
-    are to go, 2 some have come, 3 both. (0, 0) in jobs that are not elastic.
+    The time of the last change, in microseconds since the epoch, and its kind: 0 nothing, 1
+    removals, 2 additions, 3 both. (0, 0) in jobs that are not elastic.
     """
     what = ffi.new("int32_t *")
     stamp = int(lib.hr_membership_updates(generation(), what))
@@ -95,7 +95,7 @@ def enter(settings: Mapping[str, Any], failed: bool) -> Launch:
     Raises
     ------
     ValueError : a variable is wrong.
-    TransportError : there is no store, or the job cannot go on.
+    TransportError : there is no store, or the job cannot continue.
     SystemExit : 0, the job no longer needs this process: its host was removed, or the job is done.
     """
     try:

@@ -2,8 +2,8 @@
 
 MPI_Init waits for every rank that the launcher has started. If one has died, it waits forever: a
 launcher with fault tolerance (`mpirun --with-ft ulfm`) does not stop the others. So `init` checks
-the processes of its job itself. It knows them by the variables that Open MPI sets, so they need not
-cooperate: a rank that is still importing its framework is seen, too.
+the processes of its job itself. It finds them by the variables that Open MPI sets, so they need not
+cooperate: this also finds a rank that is still importing its framework.
 """
 
 from __future__ import annotations

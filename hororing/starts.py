@@ -48,7 +48,7 @@ def place(started_by: Launch, env: Mapping[str, str]) -> Place | None:
 
 
 def applies_to(started_by: Launch) -> bool:
-    """Whether `place` knows this launcher, and there are other ranks."""
+    """Whether `place` supports this launcher, and there are other ranks."""
     return started_by.launched and started_by.launcher in _PLACES
 
 
@@ -102,7 +102,7 @@ def _slurm(started_by: Launch, env: Mapping[str, str]) -> Place:
 def _kubernetes(started_by: Launch, env: Mapping[str, str]) -> Place:
     if started_by.size is None:
         raise ValueError(
-            f"init: {started_by.sign} tells which pod of the job this is, but not of how many: set "
+            f"init: {started_by.sign} is this pod's index, but the number of pods is unknown: set "
             f"HORORING_SIZE to the job's completions; {_ALONE}"
         )
     pod, _, domain = socket.getfqdn().partition(".")
@@ -110,7 +110,7 @@ def _kubernetes(started_by: Launch, env: Mapping[str, str]) -> Place:
     if not name or not domain or number != str(started_by.rank):
         raise ValueError(
             f"init: {started_by.own} is set, but this pod's name, {socket.getfqdn()!r}, does not "
-            "tell that of pod 0: give the pods the subdomain of a headless service, or set "
+            "contain that of pod 0: give the pods the subdomain of a headless service, or set "
             f"HORORING_RENDEZVOUS=host:{KUBERNETES_PORT} to the host of pod 0"
         )
     return Place(f"{name}-0.{domain}:{KUBERNETES_PORT}", _name(name))

@@ -16,7 +16,7 @@ LEVELS = {"trace": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "fat
 
 
 class BadText(Exception):
-    """A text has the wrong form; `config.load` says which and where."""
+    """A text has the wrong form; `config.load` adds its name and source."""
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ class State:
     def _synchronize(self, needed: bool) -> bool:
         """Give all ranks the state of rank 0, if one of them needs it. Return whether it was done.
 
-        All ranks decide alike: those that stay may need nothing, while another has just joined.
+        The ranks decide together: those that stay may need nothing, while another has just joined.
         """
         commits = self._commits
         if job.is_initialized() and job.size() > 1:

@@ -87,9 +87,9 @@ def main(words: Sequence[str] | None = None) -> int:
         output.open_files(size)
         return start.run(what, output).conclude()
     except CannotStartError as error:
-        output.say(str(error))
+        output.log(str(error))
     except OSError as error:
-        output.say(f"{error.filename or 'start'}: {error.strerror}")
+        output.log(f"{error.filename or 'start'}: {error.strerror}")
     except KeyboardInterrupt:  # before the ranks were started
         return 128 + signal.SIGINT
     return _FAILED

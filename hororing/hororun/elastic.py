@@ -165,7 +165,7 @@ class ElasticJob:
                 text += "; its slot is no longer used"
             elif rest_s > 0:
                 text += f"; its slot pauses for {rest_s:.1f} s"
-        self._output.say(text)
+        self._output.log(text)
 
     def _finish(self) -> None:
         """Start no more processes; end those that have not taken part yet."""
@@ -286,13 +286,13 @@ class ElasticJob:
     def _start(self, slot: Slot, host: ElasticHost) -> None:
         process = ElasticProcess(len(self.processes), slot, host, time.monotonic())
         if process.number >= self._slots.max_np:
-            self._output.say(f"{process.name(self._several)} starts")
+            self._output.log(f"{process.name(self._several)} starts")
         slot.busy = True
         self.processes.append(process)
         try:
             host.of.start([self._make_program(process.number, slot)])
         except CannotStartError as error:
-            self._output.say(str(error))
+            self._output.log(str(error))
             self.exited(process.number, _NOT_STARTED)
 
     # -----------------------------------------------------------------------------------------
@@ -304,10 +304,10 @@ class ElasticJob:
         came, gone = self._slots.update(hosts)
         for name in gone:
             if not first:
-                self._output.say(f"host {name} was removed")
+                self._output.log(f"host {name} was removed")
             self._retire(name)
         if came and not first:
-            self._output.say(f"host {', '.join(came)} was added")
+            self._output.log(f"host {', '.join(came)} was added")
 
     def _retire(self, name: str) -> None:
         """Let members leave this host at their next commit, and others at once."""
@@ -327,7 +327,7 @@ class ElasticJob:
     def _not_found(self, text: str) -> None:
         if self._known is None:
             raise CannotStartError(text)
-        self._output.say(text)
+        self._output.log(text)
 
     def _host_ended(self, name: str, host: ElasticHost, text: str) -> None:
         """The agent has ended; it reports the ends of its processes next."""
@@ -336,7 +336,7 @@ class ElasticJob:
         del self._hosts[name]
         self._dead_hosts.append(host)
         if not (self._ending.begun or self._finished):
-            self._output.say(text)
+            self._output.log(text)
             for slot in self._slots.of(name):
                 if not slot.busy:
                     self._slots.failed(slot, time.monotonic(), early=True)
@@ -411,7 +411,7 @@ class ElasticJob:
         if self._membership is not None:
             history.record(self._membership, world, cause)
         if world.generation > 1:
-            self._output.say(f"generation {world.generation} has {len(ranks)} ranks: {cause}")
+            self._output.log(f"generation {world.generation} has {len(ranks)} ranks: {cause}")
         if 0 < self._what.reset_limit < world.generation - 1:
             self._fail(f"more than {self._what.reset_limit} resets (--reset-limit)")
 
@@ -480,17 +480,17 @@ class ElasticJob:
         """Print how it has ended, and return the exit code of hororun."""
         if self._failures:
             started = len(self.processes)
-            self._output.say(failures(self._failures, started, self._generation, self._several))
+            self._output.log(failures(self._failures, started, self._generation, self._several))
         if self._ending.asked is not None:
             codes = [each.code for each in self.processes] or [1]
             return conclude_asked(self._ending.asked, codes, self._output)
         if not self.why:
             return 0
-        self._output.say(f"the job has failed: {self.why}")
+        self._output.log(f"the job has failed: {self.why}")
         if self.first_failed is None:
             return 1
         for line in self.end_report(self.first_failed):
-            self._output.say(line)
+            self._output.log(line)
         code = self.first_failed.code or 1
         return code if code > 0 else 128 - code
 

@@ -106,7 +106,7 @@ def chosen(
     if arguments.host_discovery_script is None:
         return replace(elastic, hosts=_with_slots(hosts(), arguments.slots_per_host, np))
     if arguments.hosts or arguments.hostfile:
-        raise ValueError("--host-discovery-script tells the hosts: give no others")
+        raise ValueError("--host-discovery-script lists the hosts: give no others")
     try:
         script = shlex.split(arguments.host_discovery_script)
     except ValueError as error:

@@ -56,7 +56,7 @@ class ElasticProcess:
     status: int | None = None  # reported at its end
     code: int | None = None  # its exit code, or minus the signal
     leaves: bool = False  # as the job wants it: no failure
-    said: str = ""  # how it has ended, if the code does not show it
+    end: str = ""  # how it has ended, if the code does not show it
     lost_at: float | None = None  # when the store lost it
     gone: list[threading.Event] = field(default_factory=list)  # to be set at its end
 
@@ -73,8 +73,8 @@ class ElasticProcess:
 
     def how(self) -> str:
         """Describe how it has ended."""
-        if self.said:
-            return self.said
+        if self.end:
+            return self.end
         if self.code == 0:
             return "has ended without finishing"
         assert self.code is not None

@@ -84,7 +84,7 @@ class RemoteHost:
     ----------
     rsh : the words before the host's name.
     ranks : the ranks that it must start.
-    say : prints a line of the launcher.
+    log : prints a line of the launcher.
     on_end : called with a message when the agent or the connection has ended, before its ranks
         count as failed. None: print it, and raise CannotStartError if the agent was not ready yet.
     """
@@ -98,7 +98,7 @@ class RemoteHost:
         name: str,
         rsh: Sequence[str],
         ranks: Sequence[int],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         on_end: Callable[[str], None] | None = None,
     ) -> None:
         self.name = name
@@ -110,7 +110,7 @@ class RemoteHost:
         self._selector = selector
         self._sink = sink
         self._secret = secret
-        self._say = say
+        self._log = log
         self._on_end = on_end or self._report_end
         self._running = set(ranks)
         self._greeting: bytes | None = b""
@@ -219,7 +219,7 @@ class RemoteHost:
         if not text:
             self._selector.unregister(self._err)
         for line in text.decode("utf-8", "replace").splitlines():
-            self._say(f"{self.name}: {line}")
+            self._log(f"{self.name}: {line}")
 
     def _read_agent(self) -> None:
         if not self._take():
@@ -233,7 +233,7 @@ class RemoteHost:
             for message in self._frames.feed(self._skip_greeting(data)):
                 self._about(message)
         except (ProtocolError, ValueError) as error:
-            self._error = f"its agent says what is not understood: {error}"
+            self._error = f"its agent sent an invalid message: {error}"
             return False
         return bool(data)
 
@@ -280,4 +280,4 @@ class RemoteHost:
         if not self.ready:
             raise CannotStartError(text)
         if self._running:
-            self._say(text)
+            self._log(text)

@@ -158,7 +158,7 @@ class Job:
             return 0
         rank, code = self.failed
         for line in self.end_report(rank, code):
-            self._output.say(line)
+            self._output.log(line)
         return code if code > 0 else 128 - code
 
     def end_report(self, rank: int, code: int) -> list[str]:
@@ -174,15 +174,15 @@ def conclude_asked(asked: int, codes: Collection[int | None], output: Output) ->
     """The exit code of a job ended by a signal, whose processes ended with `codes`."""
     if not any(codes):
         return 0
-    output.say(f"ended by {signal.Signals(asked).name}")
+    output.log(f"ended by {signal.Signals(asked).name}")
     return 128 + asked
 
 
 def end_report(how: str, code: int, tail: Sequence[bytes]) -> list[str]:
     """Lines for the user: how a process has ended, and the last lines of its standard error."""
-    last = "; the last lines of its standard error:" if tail else ", and said nothing about it"
+    last = "; the last lines of its standard error:" if tail else "; its standard error is empty"
     lines = (line.decode("utf-8", "surrogateescape") for line in tail)
-    hint = "a SIGKILL that nobody sent is usually the kernel's, out of memory: see `dmesg`"
+    hint = "an unexpected SIGKILL is usually the kernel's, out of memory: see `dmesg`"
     killed = code == -signal.SIGKILL
     return [how + last, *(f"    {line}" for line in lines), *([hint] if killed else [])]
 

@@ -93,7 +93,7 @@ class Output:
         lines = [*self._tails.get(rank, ()), self._parts.get((rank, STDERR), b"")]
         return [line.rstrip() for line in lines if line.strip()][-_TAIL_LINES:]
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line of the launcher."""
         self._show(STDERR, f"hororun: {text}\n".encode("utf-8", "surrogateescape"))
 

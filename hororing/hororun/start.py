@@ -92,7 +92,7 @@ def run(what: Start, output: Output) -> Job:
             remote.append(
                 RemoteHost(
                     job.selector, job, secret,
-                    name=name, rsh=what.rsh, ranks=ranks, say=output.say,
+                    name=name, rsh=what.rsh, ranks=ranks, log=output.log,
                 )
             )  # fmt: skip
             job.hosts.append(remote[-1])
@@ -162,7 +162,7 @@ def run_elastic(
             return LocalHost(job.selector, job, secret)
         host = RemoteHost(
             job.selector, job, secret,
-            name=name, rsh=what.rsh, ranks=(), say=output.say, on_end=ended,
+            name=name, rsh=what.rsh, ranks=(), log=output.log, on_end=ended,
         )  # fmt: skip
         host.payload = what.payload
         return host

@@ -56,13 +56,13 @@ def run(arguments: argparse.Namespace) -> int:
     before = {each: signal.signal(each, _interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         store.start_thread()
-        job.say(f"waits for {arguments.num_proc} processes, port {store.port}")
+        job.log(f"waits for {arguments.num_proc} processes, port {store.port}")
         code = job.follow()
         with contextlib.suppress(_Interrupted):
             time.sleep(arguments.linger if code == 0 else 0)
         return code
     except _Interrupted as interrupt:
-        job.say(f"ended by {interrupt.signal.name}")
+        job.log(f"ended by {interrupt.signal.name}")
         return 128 + interrupt.signal
     finally:
         store.stop()
@@ -81,7 +81,7 @@ class _Job:
         self._generation = 0
         self._finished = False
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(f"store: {text}", file=sys.stderr, flush=True)
 
     def follow(self) -> int:
@@ -89,7 +89,7 @@ class _Job:
         why = None
         while why is None:
             why = self._note(self.events.get())
-        self.say(why or "the job has finished")
+        self.log(why or "the job has finished")
         return 1 if why else 0
 
     def _note(self, event: Event) -> str | None:
@@ -109,7 +109,7 @@ class _Job:
         left = any(self._members.values())
         if isinstance(event, Lost):
             self._causes.append(f"lost {_describe(event)}")
-            self.say(f"{_describe(event)} is lost: {event.why}")
+            self.log(f"{_describe(event)} is lost: {event.why}")
             if took_part and self._finished:
                 return "a process has failed after another one had finished"
             return (
@@ -127,7 +127,7 @@ class _Job:
         self._members.update({each.uid: True for each in world.members})
         cause = "; ".join(self._causes) or "start"
         self._causes.clear()
-        self.say(f"generation {world.generation} has {len(world.members)} ranks: {cause}")
+        self.log(f"generation {world.generation} has {len(world.members)} ranks: {cause}")
         if self._membership is not None:
             history.record(self._membership, world, cause)
         if self._reset_limit and world.generation - 1 > self._reset_limit:

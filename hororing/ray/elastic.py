@@ -215,7 +215,7 @@ class _Actors:
         except Exception as error:
             code, body = _DIED, b""
             why = str(error).strip().splitlines()[-1].partition(" Some common causes")[0]
-            self._job.processes[number].said = f"has died ({why})"
+            self._job.processes[number].end = f"has died ({why})"
         self._job.output(number, RESULT, body)
         self._job.exited(number, code)
 

@@ -45,8 +45,8 @@ class RayExecutor:
     num_workers : the number of ranks, on any nodes; or
     num_hosts, num_workers_per_host : the number of nodes, and of ranks on each.
     cpus_per_worker : the number of CPUs that Ray reserves for each rank.
-    use_gpu, gpus_per_worker : likewise; by default one GPU for each. A rank sees the GPUs
-        of all ranks of its node, so that `hvd.local_rank()` is the number of its own.
+    use_gpu, gpus_per_worker : likewise; by default one GPU for each. A rank sees the GPUs of all
+        ranks of its node, so that `hvd.local_rank()` is the index of its own.
     use_current_placement_group : if this process runs in a placement group, so do the actors; only
         with `num_workers`, and not in an elastic job.
     min_workers, max_workers : with one of these the job is elastic (docs/elastic.md): `run` calls

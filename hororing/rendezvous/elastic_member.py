@@ -77,7 +77,7 @@ class ElasticMember(Member):
         """
         with self._lock:
             self._asked += 1
-            self._say(
+            self._send(
                 {"do": "ready", "ask": self._asked, "generation": self.generation, "step": step,
                  "marks": marks, "failed": failed}
             )  # fmt: skip
@@ -100,7 +100,7 @@ class ElasticMember(Member):
         super().close()
         self.beats.close()  # only now: its users have ended in `at_close`
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         if self._stream is None:
             raise RendezvousError(f"{self._name()} has lost its connection to the store")
         try:

@@ -100,21 +100,21 @@ class ElasticStore(Server):
         The first generation waits for `np` members, or until no more are expected; later ones never
         wait for processes that have not connected. Each connection counts one down.
         """
-        self._tell(lambda: self._machine.expect(count))
+        self._apply(lambda: self._machine.expect(count))
 
     def hosts_updated(self, added: Iterable[str] = (), removed: Iterable[str] = ()) -> None:
         """Inform members of added and removed hosts, so that they leave together."""
         new, gone = list(added), list(removed)
-        self._tell(lambda: self._machine.hosts_updated(new, gone))
+        self._apply(lambda: self._machine.hosts_updated(new, gone))
 
     def retire(self, host: str) -> None:
         """Exclude processes of this host from further generations.
 
         They stay in the current one until all leave it; their `init` then ends the process.
         """
-        self._tell(lambda: self._machine.retire(host))
+        self._apply(lambda: self._machine.retire(host))
 
-    def _tell(self, what: Callable[[], list[Event]]) -> None:
+    def _apply(self, what: Callable[[], list[Event]]) -> None:
         def act() -> None:
             self._apply_events(what())
 

@@ -1,18 +1,18 @@
 """A gradient's path: from the hook into the core and back into `param.grad`.
 
-A `Gradient` per parameter holds everything that can be computed once, so that its hook, on
-whichever thread runs autograd, has little to do. Its `State` (hororing/prepared.py) says what the
-hook does. READY: the hook queues the gradient, and the reducer sends its queue once that is large
-enough; large gradients go at once. ASK: the hook does so only if `may_send` agrees; the others go
-at the end of the pass. On a device the core records one event per batch and stream, after all work
-that its hooks ran behind.
+A `Gradient` per parameter holds everything that can be computed once, so that its hook, on any of
+autograd's threads, has little to do. Its `State` (hororing/prepared.py) determines what the hook
+does. READY: the hook queues the gradient, and the reducer sends its queue once that is large
+enough; large gradients are sent at once. ASK: the hook does so only if `may_send` agrees; the
+others are sent at the end of the pass. On a device the core records one event per batch and stream,
+after all work before its hooks.
 
-A gradient may come several times in one pass, once from each reentrant checkpoint that uses the
-parameter. So its hook sends it only if it came once in an earlier pass; the others are sent at the
-end of the pass.
+A gradient may be accumulated several times in one pass, once by each reentrant checkpoint that uses
+the parameter. So its hook sends it only if an earlier pass had one accumulation; the others are
+sent at the end of the pass.
 
 Ownership: parameter -> hook -> gradient -> reducer -> parameter, until the reducer removes the
-hooks, when its optimizer is deleted. See hororing/torch/reducer.py for who sends and waits.
+hooks, when its optimizer is deleted. hororing/torch/reducer.py sends and waits.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Gradient(PersistentAllreduce):
         super().__init__(verbs.adapter.device(param))
         self.name = name
         self.reducer = reducer
-        self.seen = 0  # how often it has come; within one pass until it is classified
-        self.fires_once = False  # it came only once in a pass, so its hook may send it
+        self.seen = 0  # number of accumulations; within one pass until it is classified
+        self.fires_once = False  # a pass had only one accumulation, so its hook may send it
         self.weight = BATCH_BYTES  # its share of the queue's bytes_left
         self.sparse_dims = 0  # of the latest gradient that was sparse
         self.hook: RemovableHandle | None = None
@@ -117,7 +117,7 @@ class Gradient(PersistentAllreduce):
     # -- in the hook --------------------------------------------------------------------------
 
     def note_stream(self) -> None:
-        """Note this thread's stream, which computes the gradient: another thread may send it."""
+        """Record this thread's stream, which computes the gradient: another thread may send it."""
         if self.address and self.device != HOST:
             self.request.stream = self.stream()
 
@@ -135,7 +135,7 @@ class Gradient(PersistentAllreduce):
 
     @uncompiled
     def weight_of(self, param: torch.Tensor) -> int:
-        """Return the gradient's share of `bytes_left`; on a device, also note its stream.
+        """Return the gradient's share of `bytes_left`; on a device, also record its stream.
 
         Code that computes with it before it is sent runs in this stream, now.
         """
@@ -163,7 +163,7 @@ class Gradient(PersistentAllreduce):
         return self.fires_once and reducer.is_last
 
     def _note_repeat(self) -> None:
-        """Send it at the end of passes from now on: it has come twice in this one."""
+        """Send it at the end of passes from now on: this pass has accumulated it twice."""
         if self.fires_once:
             self.reclassify()
         self.seen = 2
@@ -177,7 +177,7 @@ class Gradient(PersistentAllreduce):
             )
 
     def reclassify(self) -> None:
-        """Send it at the end of passes, until a pass has shown how often it comes."""
+        """Send it at the end of passes, until a pass has counted its accumulations."""
         self.fires_once, self.seen = False, 0
         self.reducer.unclassified.append(self)
 
@@ -195,7 +195,7 @@ class Gradient(PersistentAllreduce):
     def send_alone(
         self, grad: torch.Tensor | None, failures: list[Exception], begin_ns: int = 0
     ) -> None:
-        """Do as `send`, but append an error to `failures`; draw HOOK from `begin_ns`, if not 0."""
+        """As `send`, but append an error to `failures`; draw HOOK from `begin_ns`, if not 0."""
         try:
             self.send(grad)
             if begin_ns:
@@ -255,7 +255,7 @@ class Gradient(PersistentAllreduce):
 
     @torch.no_grad()
     def _send_general(self, grad: torch.Tensor) -> None:
-        """Do as `send` for gradients that are sparse, strided, grouped or compressed."""
+        """As `send`, for gradients that are sparse, strided, grouped or compressed."""
         options = self.reducer.options
         is_sparse = grad.layout is torch.sparse_coo
         if is_sparse:
@@ -315,7 +315,7 @@ class Gradient(PersistentAllreduce):
     # -- at the end of a pass, or in synchronize ------------------------------------------------
 
     def ensure_gradient(self, param: torch.Tensor) -> None:
-        """Make a zero gradient if this rank has none."""
+        """Create a zero gradient if this rank has none."""
         if param.grad is None:
             sparse = self.sparse_dims > 0 and not self.reducer.options.sparse_as_dense
             param.grad = self._sparse_zero(param) if sparse else torch.zeros_like(param)
@@ -341,7 +341,7 @@ class Gradient(PersistentAllreduce):
         return reduced
 
     def finish(self, param: torch.Tensor) -> None:
-        """Wait for the reduced gradient, leave it in `param.grad`, and reset.
+        """Wait for the reduced gradient, put it into `param.grad`, and reset.
 
         After an interrupt it is still in flight, so another call does not send it again.
         """
@@ -389,7 +389,7 @@ def changed_in_flight(name: str) -> AssertionError:
 
 
 def describe_in_flight(names: list[str]) -> str:
-    """Say that gradients are in flight, and what to do, as the end of a sentence."""
+    """Return the end of a sentence: gradients are in flight, and the remedy."""
     return (
         f"{len(names)} gradients, '{names[0]}' the first, are being reduced: a backward pass was "
         "not finished on this rank. Other ranks may wait for the rest of them; first call "
@@ -398,7 +398,7 @@ def describe_in_flight(names: list[str]) -> str:
 
 
 def send_together(queued: list[Gradient], pending: list[int], failures: list[Exception]) -> None:
-    """Do as `PlainTensors.send_gradients`, also for gradients on a device."""
+    """As `PlainTensors.send_gradients`, also for gradients on a device."""
     plain: list[tuple[Gradient, torch.Tensor]] = []
     for gradient in queued:
         grad = gradient.take()

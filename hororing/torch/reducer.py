@@ -3,12 +3,12 @@
 Hooks queue gradients. One call of the core sends the queue when it is large enough, and at the end
 of the backward pass, because other ranks may wait for it. `Reducer.send_remaining` sends what the
 hooks did not, when the last backward pass of a step ends, or `Reducer.synchronize` does if it has
-not ended; hooks only make it earlier. If several optimizers have gradients in one pass, all of them
+not ended; hooks only send earlier. If several optimizers have gradients in one pass, all of them
 send theirs before the first one waits: another rank may lack some of them, and sends those in
-`step()`. Knows nothing of the steps of hororing/torch/optimizer.py.
+`step()`. It is independent of the steps of hororing/torch/optimizer.py.
 
 Note [Shared parameters]. If several optimizers have a parameter, the newest of them reduces it, as
-one of its gradients: an older one may be garbage on some ranks. An older one that steps makes sure
+one of its gradients: an older one may be garbage on some ranks. The step of an older one makes sure
 that the newest has reduced. If the optimizers reduce differently (another operation or process
 set), each reduces when it steps, and has no hooks.
 """
@@ -57,7 +57,7 @@ _numbers = itertools.count()
 
 
 def _begin_anew() -> None:
-    """Forget what the last engine has not reduced: its handles mean nothing to the new one."""
+    """Forget gradients that the last engine has not reduced: its handles are invalid now."""
     for reducer in set[Reducer]().union(*_reducers_of.values()):
         reducer.abandon()
 
@@ -156,7 +156,7 @@ class Reducer(Passes):
             self._groups.append(group)
 
     def follow(self) -> list[Entry]:
-        """Return the entries to reduce, after a look at the optimizer's present parameters."""
+        """Return the entries to reduce, for the optimizer's current parameters."""
         optimizer = self._optimizer()
         assert optimizer is not None
         groups = optimizer.param_groups
@@ -309,7 +309,7 @@ class Reducer(Passes):
                 other.reclassify()
 
     def pass_failed(self) -> None:
-        """Note the versions of the gradients in flight, which must not change now."""
+        """Record the versions of the gradients in flight, which must not change now."""
         if self.phase is Phase.FILLING:
             self.phase = Phase.FAILED
         self._versions = [
@@ -372,7 +372,7 @@ class Reducer(Passes):
             self.send_queued()
 
     def finish(self) -> None:
-        """Wait for all gradients, and put them in their places.
+        """Wait for all gradients, and put them into `param.grad`.
 
         An error is raised once nothing is in flight; gradients without an error are reduced then.
         After a KeyboardInterrupt, another call continues.
@@ -427,7 +427,7 @@ class Reducer(Passes):
     # -- at a step ------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Do as `finish`, and make sure that newer reducers have reduced shared parameters."""
+        """As `finish`; make sure that newer reducers have reduced shared parameters."""
         due = [other for other, count in self._newer.items() if other._reductions == count]
         if self.phase is not Phase.REDUCED:
             due.append(self)
@@ -438,7 +438,7 @@ class Reducer(Passes):
 
     @property
     def synchronized(self) -> bool:
-        """Whether all gradients are reduced and no newer ones have come since."""
+        """Whether all gradients are reduced, and there are no newer ones."""
         return self.phase is Phase.REDUCED and all(
             other._reductions != count for other, count in self._newer.items()
         )

@@ -200,7 +200,7 @@ def test_the_first_failure_is_shown_and_ends_the_job():
     assert last[1:] == [f"hororun:     line {n}" for n in range(10, 20)]
     done = run("-np", "2", *sh("[ $RANK = 0 ] && kill -9 $$; sleep 600"))
     assert done.returncode == 137
-    assert "rank 0 was killed by SIGKILL, and said nothing about it\n" in done.stderr
+    assert "rank 0 was killed by SIGKILL; its standard error is empty\n" in done.stderr
     assert "out of memory: see `dmesg`" in done.stderr.splitlines()[-1]
 
 
@@ -401,7 +401,7 @@ def test_ranks_of_other_hosts_die_with_hororun(
             "/bin/sh -c 'sleep 600 & echo pid=$! >&2; wait'",
             "no agent answers on b after 0.3 s (--start-timeout)",
         ),
-        ("/bin/sh -c 'yes | head -c 1000000'", "its agent says what is not understood"),
+        ("/bin/sh -c 'yes | head -c 1000000'", "its agent sent an invalid message"),
     ],
 )
 def test_a_host_that_does_not_answer_is_an_error(agent: str, wanted: str):

@@ -84,10 +84,10 @@ def read(environ: Mapping[str, str]) -> bootstrap.JobSettings | None:
         ({**SRUN, "SLURM_JOB_ID": ""}, "SLURM_JOB_ID is not set"),
         ({**SRUN, "SLURM_STEP_NUM_NODES": "2", "HOME": ""}, "HOME is not set"),
         ({**SRUN, "HORORING_SIZE": "2"}, "HORORING_SIZE=2 contradicts srun, which sets 4"),
-        ({"JOB_COMPLETION_INDEX": "0"}, "tells which pod of the job this is, but not of how many"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "is this pod's index, but the number of pods is unknown"),
         ({**POD, "HORORING_SIZE": "1"}, "JOB_COMPLETION_INDEX=1 contradicts HORORING_SIZE=1"),
         ({**POD, "HORORING_SIZE": "two"}, "HORORING_SIZE='two' is not a number"),
-        (POD, "does not tell that of pod 0: give the pods the subdomain of a headless service"),
+        (POD, "does not contain that of pod 0: give the pods the subdomain of a headless service"),
     ],
 )
 def test_half_of_the_variables_are_an_error_and_no_job_of_one_rank(

@@ -108,7 +108,7 @@ class Message(Work):
             except Exception as error:  # the engine has ended
                 self._fail(error)
         if self._done:
-            self._tell()
+            self._notify()
 
     def _wait(self, timeout_s: float) -> None:
         end = monotonic() + timeout_s

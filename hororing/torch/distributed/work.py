@@ -112,7 +112,7 @@ class Work(_Work):
             except Exception as error:  # `wait` raises it
                 self._error = error
             self._end()
-        self._tell()
+        self._notify()
 
     def expire(self, timeout_s: float) -> None:
         """Abandon it. The engine keeps the memory that it may still write."""
@@ -126,7 +126,7 @@ class Work(_Work):
             )
             self._abandon()
             self._end()
-        self._tell()
+        self._notify()
 
     def _abandon(self) -> None:
         collectives.abandon(self._handle, self._result)
@@ -135,7 +135,7 @@ class Work(_Work):
         self._done = True
         self._finish = None
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         with self._lock:
             promise, self._promise = self._promise, None
         if promise is not None:
@@ -178,7 +178,7 @@ class Work(_Work):
                 self._promise = promise
                 self._deadline = monotonic() + self._timeout_s
         if self._done:
-            self._tell()
+            self._notify()
         else:
             completions.watch(self)
         return self._future

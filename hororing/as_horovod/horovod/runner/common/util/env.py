@@ -4,6 +4,6 @@ from hororing import launch
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """Return rank and size as the launcher tells; 0 and 1 without one."""
+    """Return the launcher's rank and size; 0 and 1 without one."""
     launched = launch.detect()
     return launched.rank or 0, launched.min_size
