@@ -1,14 +1,14 @@
 """The weights of an optimizer's backward passes: how much each counts in the average.
 
 Over the passes of a step, a gradient is the weighted mean of the passes so far. Before pass p is
-added, with the weight n[p] and N[p] = n[1] + ... + n[p], the present value is multiplied by N[p -
+added, with the weight n[p] and N[p] = n[1] + ... + n[p], the current value is multiplied by N[p -
 1] / N[p], and the added one by n[p] / N[p]. The last pass sends that mean with the weight N[p].
 Nothing exceeds the range of 16-bit floats.
 
-The requests of all gradients read one number, so the cost of a new weight does not depend on how
-many there are. Another request sums the weights, for the case that all are 0, and for gradients
-that are compressed: their errors count like gradients of weight 1, so each rank multiplies its
-gradients by its weight relative to the mean.
+The requests of all gradients read one number, so the cost of a new weight does not depend on their
+number. Another request sums the weights, for the case that all are 0, and for compressed gradients:
+their errors count like gradients of weight 1, so each rank multiplies its gradients by its weight
+relative to the mean.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class Weighing:
     """The weights of one reducer. `name` is the name of the request that sums them."""
 
     def __init__(self, name: str, members: ProcessSet, number_of_set: int) -> None:
-        self.weight: float | None = None  # of later passes; None: all count the same
+        self.weight: float | None = None  # of later passes; None: all have the same weight
         self.used = False  # whether there has been a weight, or a sum of weights
-        self.cell = new_weight()  # from which the requests read this rank's weight, of all passes
+        self.cell = new_weight()  # this rank's weight, over all passes; the requests read it
         self.sent: float | None = None  # weight of the latest gradients
         self.all_zero = False  # all ranks' weights were 0 in the completed reduction
         self._passes = 1  # number of passes for which hooks are set
         self._begun = False  # a pass of this step has begun
         self._ended = 0.0  # weight of the passes of this step that have ended
-        self._shares: tuple[float, float] | None = None  # of them and of this pass, from the second
+        self._shares: tuple[float, float] | None = None  # of these and of this pass, from the 2nd
         self._weighed: set[int] = set()  # ids of the gradients' parameters, in this pass
         # Sums over ranks: the weights, the weights times `_small`, and how many ranks have one.
         self._total = torch.zeros(3, dtype=torch.float64, device="cpu")
-        self._started = self._checks = False  # the sum, in this step; whether all ranks have one
+        self._started = self._checks = False  # sum started; all need a weight
         self._problem: Exception | None = None  # the error of the sum
         self._name, self._members = name, members
         self._request = PersistentAllreduce(HOST)
@@ -78,7 +78,7 @@ class Weighing:
         return None if self.weight is None else float(self.cell[0])
 
     def set(self, weight: float | None, reducer: Reducer) -> None:
-        """Set the weight of later passes; None: none has one. REQUIRES: no pass runs."""
+        """Set the weight of later passes, or none. REQUIRES: no pass runs."""
         changes = (weight is None) != (self.weight is None)
         if changes and reducer.ended and reducer.passes > 1:
             raise AssertionError(
@@ -217,10 +217,10 @@ class Weighing:
         return weight * len(self._members.ranks) / total
 
     def finish_total(self, failures: list[Exception]) -> None:
-        """Wait for the sum, if it was started; not after failures: others may never start it.
+        """Wait for the sum, if it was started, and forget all passes.
 
-        Forget all passes, too. If only some ranks have weights, all know, and those without take
-        part in the sum now: so no request is left.
+        After failures abandon the sum: other ranks may never start it. But if only some ranks have
+        weights, all get that error, and ranks without one start the sum now, so no request is left.
         """
         differ = any("weights differ" in str(error) for error in failures)
         if differ and not self._started:

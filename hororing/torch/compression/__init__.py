@@ -1,7 +1,7 @@
-"""Compressors: casts to 16 bits, and methods that keep what they have not sent.
+"""Compressors: casts to 16 bits, and methods with error feedback.
 
 `Compression.none`, `.fp16` and `.bf16` have no state and work wherever `compression=` is taken. The
-others are for `DistributedOptimizer`; see docs/gradients.md, and ADR 58 for how they are made.
+others are for `DistributedOptimizer`; see docs/gradients.md, and ADR 58 for their design.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hororing.torch.compression.topk import TopK
 
 
 class Compression:
-    """The compressors there are.
+    """The available compressors.
 
-    `none`, `fp16` and `bf16` are classes. The others keep errors, and are called for other options:
-    `int8(block=256)`, `powersgd(rank=4)`, `topk(ratio=0.01)`, and `auto`, which chooses. All of
-    these take ``scope="hosts"``.
+    `none`, `fp16` and `bf16` are classes. The others are objects with error feedback; call one to
+    get it with other options: `int8(block=256)`, `powersgd(rank=4)`, `topk(ratio=0.01)`, and
+    `auto`, which chooses. All of these take ``scope="hosts"``.
 
     >>> optimizer = hvd.DistributedOptimizer(
     ...     optimizer, model.named_parameters(), compression=hvd.Compression.fp16

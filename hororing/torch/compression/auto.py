@@ -1,23 +1,23 @@
-"""Compression.auto: finds out in the first steps whether compression pays, where, and which.
+"""Compression.auto: measures whether compression pays, for which buckets, by which method.
 
     uncompressed: 2 + 5 steps | each method: 2 + 5 + 1 | what was chosen: 2 + 5 + 1 | watched
 
-1. Without compression each rank measures how long a step takes, how long it waits for gradients
-   after backward, and how long their reduction takes from the first hook on. If the rank that waits
-   least, the last one to come, waits less than LEAST_WAIT of a step, nothing is compressed.
-2. Each method is tried on all parts (the buckets). Measured are the step, the work of each bucket,
-   and, in the last step, the cosine between the exact sum of a bucket and the compressed one.
+1. Without compression each rank measures the time of a step, its wait for gradients after backward,
+   and the time of their reduction from the first hook on. If the shortest wait, that of the
+   straggler, is less than MIN_WAIT of a step, nothing is compressed.
+2. Each method is tried on all parts (the buckets). Ranks measure the step, the work of each bucket,
+   and, in the last step, the cosine between a bucket's exact sum and the compressed one.
 3. For each part: gain = bytes saved * seconds per byte without compression - work. The method of
-   the largest gain is chosen, or none. Methods whose cosine is less than `least_cosine` are out.
-4. The choice is measured like a method. Of all that was measured the shortest step is taken;
-   compression must make it shorter by LEAST_GAIN at least.
+   the largest gain is chosen, or none. Methods with a cosine below `least_cosine` are excluded.
+4. The choice is measured like a method. The measured choice with the shortest step is used;
+   compression must shorten the step by at least MIN_GAIN.
 5. Every `sample_steps` steps cosines are measured again, and the mean loss is compared with that of
-   the windows before, if the script tells it. A part, or all, goes back to no compression.
+   earlier windows, if the script reports it. Compression may end for a part, or for all.
 
-All ranks decide alike: they compute the same from the same numbers, maxima and sums over ranks. The
-first measurement ends with a vote after each step, as in hororing/torch/auto_groups.py, since ranks
-that have joined count fewer steps. The rest of it is one generator, `_program`, which yields None
-until the next step is over and handles of what it asks other ranks.
+All ranks make the same decisions, from the same maxima and sums over ranks. In the first
+measurement ranks vote after each step whether to end it, as in hororing/torch/auto_groups.py, since
+ranks that have joined count fewer steps. All this is one generator, `_program`, which yields None
+to wait for the end of the next step, and the handle of each collective.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from hororing.torch.ops import synchronize
 from hororing.torch.reducer import Entry
 from hororing.torch.verbs import verbs
 
-SKIPPED: Final = 2  # steps, in which memory is allocated and factors become warm
+SKIPPED: Final = 2  # steps that allocate memory and warm up factors
 MEASURED: Final = 5  # steps
-LEAST_WAIT: Final = 0.05  # of a step
-LEAST_GAIN: Final = 0.02  # of a step
+MIN_WAIT: Final = 0.05  # of a step
+MIN_GAIN: Final = 0.02  # of a step
 
 Choices = dict[int, Method]  # by the number of the part; the others are not compressed
 Program = Generator[int | None, Any, None]
@@ -58,14 +58,14 @@ clock = time.perf_counter
 
 @dataclasses.dataclass(frozen=True)
 class Auto(StatefulCompression):
-    """Compression where it pays, as measured.
+    """Compresses the buckets where measurements show a gain.
 
     Parameters
     ----------
-    methods : what is tried, in this order.
-    least_cosine : between exact and compressed sums of a part; below it is not compressed.
-    sample_steps : after so many steps cosines and losses are looked at, again and again.
-    scope : "hosts": that of all methods; see `StatefulCompression`.
+    methods : the methods to try, in this order.
+    least_cosine : a bucket with a smaller cosine of exact and compressed sum is not compressed.
+    sample_steps : steps between two checks of cosines and losses.
+    scope : of all methods; see `StatefulCompression`.
     """
 
     methods: tuple[Method, ...] = (Int8(), PowerSGD())
@@ -81,20 +81,22 @@ class Auto(StatefulCompression):
                 "Compression.int8"
             )
         if not isinstance(self.least_cosine, int | float) or not -1 <= self.least_cosine <= 1:
-            raise ValueError(f"Compression.auto: least_cosine={self.least_cosine!r} is no cosine")
+            raise ValueError(
+                f"Compression.auto: least_cosine={self.least_cosine!r} is not in [-1, 1]"
+            )
         if not isinstance(self.sample_steps, int) or self.sample_steps < 1:
             raise ValueError(f"Compression.auto: sample_steps={self.sample_steps} must be positive")
 
     @property
     def candidates(self) -> list[Method]:
-        """The methods, between hosts if this is."""
+        """The methods, with this scope."""
         scope = {} if self.scope == "all" else {"scope": self.scope}
         return [dataclasses.replace(each, **scope) for each in self.methods]
 
 
 @dataclasses.dataclass(frozen=True)
 class Exact(Method):
-    """Sends gradients as they are, in the first step: buckets make sure that ranks are alike."""
+    """Sends gradients unchanged in the first step; buckets compare the options of all ranks."""
 
     of: Auto = Auto()
 
@@ -119,13 +121,13 @@ class Step(NamedTuple):
 
 
 class ChoosingReducer(CompressingReducer):
-    """A reducer that finds out what to compress."""
+    """A reducer that measures which buckets to compress."""
 
     def __init__(self, auto: Auto, *given: Any) -> None:
         self._auto = auto
         self._choices: Choices = {0: Exact(of=auto)}
         self._program: Program | None = None
-        self._handle = 0  # of what the program asks
+        self._handle = 0  # of the program's collective
         self._answer: Any = None
         self._advanced = False  # the program has seen this step
         self._last = Step(0.0, 0.0, 0.0)
@@ -143,10 +145,10 @@ class ChoosingReducer(CompressingReducer):
 
     def _release(self) -> None:
         super()._release()
-        self._program = None  # which refers to this
+        self._program = None  # it refers to this reducer
 
     def begin_anew(self) -> None:
-        """Measure again: the ranks are others."""
+        """Measure again: the ranks have changed."""
         if self.release.alive:
             self._choices = {0: Exact(of=self._auto)}
             super().begin_anew()
@@ -155,7 +157,7 @@ class ChoosingReducer(CompressingReducer):
     # -- measuring ------------------------------------------------------------------------------
 
     def begin_pass(self, name: str) -> None:
-        """Note when the first gradient of the last pass has come."""
+        """Note the time of the last pass's first gradient."""
         super().begin_pass(name)
         self._began_s = clock()
 
@@ -171,27 +173,27 @@ class ChoosingReducer(CompressingReducer):
         self._ended_s = now_s
 
     def note_loss(self, loss: float) -> None:
-        """Take the loss of a step."""
+        """Record the loss of a step."""
         self._losses[0] += loss
         self._losses[1] += 1
 
     # -- the program ----------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Do as any reducer, and let the program go on. That is in `step()`, not in backward."""
+        """Reduce, and continue the program. Called in `step()`, not in backward."""
         if not super().synchronized:
             super().synchronize()
         if self._program is None or self._advanced:
             return
         try:
             while True:
-                if self._handle:  # still there after an interrupt
+                if self._handle:  # kept by an interrupt
                     self._answer, self._handle = synchronize(self._handle), 0
                 answer, self._answer = self._answer, None
-                asked = self._program.send(answer)
-                if asked is None:
+                handle = self._program.send(answer)
+                if handle is None:
                     break
-                self._handle = asked
+                self._handle = handle
         except StopIteration:
             self._program = None
         except Exception:
@@ -201,7 +203,7 @@ class ChoosingReducer(CompressingReducer):
 
     @property
     def synchronized(self) -> bool:
-        """Whether gradients are reduced, and the program has seen it."""
+        """Whether gradients are reduced, and the program has continued."""
         return super().synchronized and (self._advanced or self._program is None)
 
     def restart(self, passes: int | None = None) -> None:
@@ -219,19 +221,19 @@ class ChoosingReducer(CompressingReducer):
 
     def _run(self) -> Program:
         if not self.parts:
-            self._tell("not used: no gradient is large")
+            self._log("not used: no gradient is large")
             return
         self._use({})
         size = len(self.options.process_set.ranks)
         plain = yield from self._measure_plain(size)
-        if plain.waiting < LEAST_WAIT * plain.whole:
-            self._tell(f"not used: a step waits {plain.waiting / plain.whole:.1%} for gradients")
+        if plain.waiting < MIN_WAIT * plain.whole:
+            self._log(f"not used: a step waits {plain.waiting / plain.whole:.1%} for gradients")
             return
         seconds_per_byte = plain.reducing / max(
             1, sum(param.nbytes for param, _ in self._gradients.values())
         )
-        # What was measured, with seconds of a step and the least cosine of its sums.
-        found = [(plain.whole * (1 - LEAST_GAIN), 1.0, Choices())]
+        # The measured choices, with seconds of a step and the minimum cosine of their sums.
+        found = [(plain.whole * (1 - MIN_GAIN), 1.0, Choices())]
         best: dict[int, tuple[float, Method]] = {}  # gain and method
         for method in self._auto.candidates:
             choices = dict.fromkeys(range(len(self.parts)), method)
@@ -244,12 +246,12 @@ class ChoosingReducer(CompressingReducer):
                     best[part] = gain, method
         if best:
             yield from self._try({part: method for part, (_, method) in best.items()}, found)
-        whole, least, choices = min(found, key=lambda each: each[0])
+        whole, cosine, choices = min(found, key=lambda each: each[0])
         self._use(choices)
         if not choices:
-            self._tell("not used: no step with it is shorter than without")
+            self._log("not used: it does not shorten the step")
             return
-        self._tell(f"steps of {whole:.4f} s instead of {plain.whole:.4f} s", least)
+        self._log(f"steps of {whole:.4f} s instead of {plain.whole:.4f} s", cosine)
         yield from self._watch()
 
     def _measure_plain(self, size: int) -> Generator[int | None, Any, Step]:
@@ -268,7 +270,7 @@ class ChoosingReducer(CompressingReducer):
     def _try(
         self, choices: Choices, found: list[tuple[float, float, Choices]]
     ) -> Generator[int | None, Any, tuple[dict[int, float], dict[int, float]]]:
-        """Return the seconds of work and the cosine of each part; add to `found` what is usable."""
+        """Return the seconds of work and the cosine of each part; add usable choices to `found`."""
         self._use(choices)
         for _ in range(SKIPPED):
             yield None
@@ -278,18 +280,18 @@ class ChoosingReducer(CompressingReducer):
             yield None
             steps.append(self._last.whole)
         work_s = [(each.work_s - before[part]) / MEASURED for part, each in self.buckets.items()]
-        self._sample()  # at the end: sums with cold factors are the farthest from exact ones
+        self._sample()  # at the end: with cold factors sums are farthest from the exact ones
         yield None
         cosines = yield from self._cosines()
         agreed = yield self._agree([statistics.median(steps), *work_s], arguments.Max, "try")
         whole, *work_s = agreed.tolist()
-        least = min(cosines.values(), default=1.0)
-        if least >= self._auto.least_cosine:
-            found.append((whole, least, choices))
+        lowest = min(cosines.values(), default=1.0)
+        if lowest >= self._auto.least_cosine:
+            found.append((whole, lowest, choices))
         return dict(zip(self.buckets, work_s, strict=True)), cosines
 
     def _watch(self) -> Program:
-        """Look at cosines and losses from time to time, for ever or until nothing is compressed."""
+        """Check cosines and losses every `sample_steps` steps, until nothing is compressed."""
         losses: deque[float] = deque(maxlen=3)
         while self.buckets:
             for _ in range(self._auto.sample_steps - 1):
@@ -305,36 +307,36 @@ class ChoosingReducer(CompressingReducer):
             if not all(map(math.isfinite, losses)) or rising:
                 self._use({})
                 means = ", ".join(f"{each:.4g}" for each in losses)
-                self._tell(f"no longer used: mean losses were {means}", level=WARNING)
+                self._log(f"no longer used: mean losses were {means}", level=WARNING)
                 return
             wrong = {part for part, each in cosines.items() if each < self._auto.least_cosine}
             if wrong:
                 self._use({p: each for p, each in self._choices.items() if p not in wrong})
-                least = min(cosines.values())
-                self._tell(
+                lowest = min(cosines.values())
+                self._log(
                     f"no longer used for {len(wrong)} buckets: a compressed sum has the cosine "
-                    f"{least:.2f} with the exact one", level=WARNING,
+                    f"{lowest:.2f} with the exact one", level=WARNING,
                 )  # fmt: skip
 
     def _sample(self) -> None:
-        """Let buckets compare their next sums with exact ones."""
+        """Make buckets compare their next sums with exact ones."""
         for bucket in self.buckets.values():
             bucket.samples = True
 
     def _cosines(self) -> Generator[int | None, Any, dict[int, float]]:
-        """Return the last cosines, the least of all ranks: only leaders of hosts have some."""
+        """Return the last cosines, minima over ranks: only leaders of hosts have some."""
         mine = [-each.cosine for each in self.buckets.values()]
         agreed = yield self._agree(mine, arguments.Max, "cosines")
         return {part: -value for part, value in zip(self.buckets, agreed.tolist(), strict=True)}
 
     def _use(self, choices: Choices) -> None:
         self._choices = choices
-        self.form_groups(self.asked)
+        self.form_groups(self.user_groups)
         kept = {name for bucket in self.buckets.values() for name in bucket.names}
         for name in self.memory.contents.keys() - kept:
             del self.memory.contents[name]
 
-    def _tell(self, why: str, cosine: float = 1.0, level: int = INFO) -> None:
+    def _log(self, why: str, cosine: float = 1.0, level: int = INFO) -> None:
         counts: dict[str, Any] = {"none": len(self.parts) - len(self._choices)}
         for method in self._choices.values():
             counts[method.name] = counts.get(method.name, 0) + 1
@@ -345,13 +347,13 @@ class ChoosingReducer(CompressingReducer):
 
 
 class Choosing(Compressed):
-    """What optimizers with Compression.auto add to their class."""
+    """The mixin of distributed optimizers with Compression.auto."""
 
     def note_loss(self, loss: float | torch.Tensor) -> None:
-        """Tell the loss of a step. If its means rise for two windows, nothing is compressed.
+        """Report the loss of a step. If its means rise for two windows, nothing is compressed.
 
-        A window has `sample_steps` steps, and losses of all ranks count. Does not block, but for a
-        tensor on a device.
+        A window has `sample_steps` steps; the mean includes the losses of all ranks. Blocks only
+        for a tensor on a device.
         """
         if isinstance(self._reducer, ChoosingReducer):
             if isinstance(loss, torch.Tensor):

@@ -1,8 +1,8 @@
 """Buckets: gradients that are compressed and reduced together, in a few collectives.
 
-A bucket starts when its last gradient has come, in that gradient's hook. It continues whenever
-another one starts and its own collective is complete; the rest is done when a caller waits, for all
-buckets in turn. Names match the collectives, so ranks may use any order.
+A bucket starts in the hook of its last gradient. It continues whenever another bucket starts and
+its own collective is complete; a caller that waits completes all buckets in turn. Names match the
+collectives, so ranks may use any order.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Driver:
             self._resume(bucket)
 
     def send_weight(self) -> None:
-        """Start the sum of the ranks' weights, unless it was."""
+        """Start the sum of the ranks' weights, unless it has been started."""
         with self._lock:
             self.weighing.send_total(always=True)
 
     def finish(self) -> None:
-        """Wait for all. Does not raise errors of reductions: `Bucket.finish` does."""
+        """Wait for all buckets. Does not raise errors of reductions: `Bucket.finish` does."""
         with self._lock:
             while self._active:
                 for bucket in self._active[:]:
@@ -66,7 +66,7 @@ class Driver:
         return self.weighing.total_is_known if handle == _WEIGHTS else poll(handle)
 
     def wait(self, handle: int) -> Any:
-        """Wait for what a bucket waits for, and return its result."""
+        """Wait for a bucket's collective, or for the sum of weights; return the result."""
         return self.weighing.wait_total() if handle == _WEIGHTS else synchronize(handle)
 
     def hosts(self, process_set: ProcessSet) -> Hosts:
@@ -76,11 +76,11 @@ class Driver:
         return self._hosts
 
     def begin_anew(self) -> None:
-        """Forget the hosts, because an engine starts."""
+        """Forget the hosts: a new engine starts."""
         self._hosts = None
 
     def forget(self, bucket: Bucket) -> None:
-        """Stop continuing it."""
+        """Do not continue `bucket`."""
         with self._lock:
             if bucket in self._active:
                 self._active.remove(bucket)
@@ -91,7 +91,7 @@ class Driver:
 
 
 class Bucket(Group):
-    """Some gradients of one type, on one device. See `Group` for what callers see."""
+    """Some gradients of one type, on one device. `Group` describes the interface."""
 
     def __init__(
         self, name: str, params: Sequence[tuple[str, torch.Tensor]], method: Method,
@@ -105,14 +105,14 @@ class Bucket(Group):
         param = params[0][1]
         self._device = param.device
         self._dtype = torch.float64 if param.dtype is torch.float64 else torch.float32
-        self.work_s = 0.0  # time spent here so far, without waiting
+        self.work_s = 0.0  # time spent in `resume`, without waits
         self.samples = False  # whether to compare the next sum with the exact one
-        self.cosine = float("inf")  # between the two, in the last such comparison
+        self.cosine = float("inf")  # of the two, in the last comparison
         self._agreed = False  # all ranks compress in this way
         self._steps: Generator[int, Any, None] | None = None
         self._given: Any = None  # what to send to the generator next
         self._failure: Exception | None = None
-        self._stream: Any = None  # the computing stream, on a device
+        self._stream: Any = None  # on which it computes, on a device
         # Memory for errors and gradients; `_flat` holds errors between steps.
         self._flat = self._spare = self._vector([])
 
@@ -138,21 +138,21 @@ class Bucket(Group):
     def resume(self) -> bool:
         """Wait for the collective in flight and start the next one; False: all are done."""
         steps = self._steps
-        if steps is None:  # since an interrupt
+        if steps is None:  # after an interrupt
             return False
         try:
             with self._computing(), torch.no_grad():
-                go_on = steps.send
+                proceed = steps.send
                 if self.handle:
                     try:
-                        # After an interrupt here, the handle is still there to wait for.
+                        # An interrupt here keeps the handle, for the next wait.
                         self._given, self.handle = self._driver.wait(self.handle), 0
                     except Exception as error:
-                        go_on, self._given, self.handle = steps.throw, error, 0
+                        proceed, self._given, self.handle = steps.throw, error, 0
                 given, self._given = self._given, None
                 begin_s = time.perf_counter()
                 try:
-                    self.handle = go_on(given)
+                    self.handle = proceed(given)
                 finally:
                     self.work_s += time.perf_counter() - begin_s
             return True
@@ -161,14 +161,14 @@ class Bucket(Group):
         except Exception as error:
             self._failure, self.handle = error, 0
         except BaseException:
-            if not self.handle:  # it ends what computes
+            if not self.handle:  # the interrupt has ended the generator
                 self._steps, self._failure = None, _interrupted(self._name)
             raise
         self._steps = None
         return False
 
     def finish(self, position: int) -> torch.Tensor:
-        """Wait for all buckets, if nobody has yet; this one's error is raised once."""
+        """Wait for all buckets that are in flight; raise this one's error once."""
         self._driver.finish()
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -181,7 +181,7 @@ class Bucket(Group):
         return result
 
     def abandon(self) -> None:
-        """Forget everything waiting and in flight."""
+        """Forget waiting gradients and collectives in flight."""
         self._driver.forget(self)
         if self.handle == _WEIGHTS:
             self.handle = 0
@@ -219,10 +219,10 @@ class Bucket(Group):
     def _agree(
         self, order: Sequence[int], given: Sequence[torch.Tensor], options: Reduction
     ) -> Generator[int, Any, None]:
-        """Make sure that all ranks compress these gradients in the same way. MismatchError if not.
+        """Check that all ranks compress these gradients in the same way. MismatchError if not.
 
-        The request has the name of the first gradient, so it fails, too, where another rank sends
-        them one by one. That rank waits for the others: they are sent in the same way.
+        The request has the name of the first gradient, so it also fails if another rank sends them
+        one by one. That rank waits for all of them, so this rank then sends the others, too.
         """
         names, process_set = [self.names[position] for position in order], options.process_set
         mine = f"{self._method} for {len(names)} gradients, {names[0]} to {names[-1]}"
@@ -291,7 +291,7 @@ class Bucket(Group):
     def _piece(
         self, order: Sequence[int], given: Sequence[torch.Tensor], divisor: int, share: float
     ) -> Piece:
-        """Add up gradients, times `share`, and errors."""
+        """Return the sum of errors and of gradients times `share`."""
         names = [self.names[position] for position in order]
         lengths = [self._lengths[position] for position in order]
         kept = [self._memory.contents.get(name, {}) for name in names]
@@ -311,12 +311,12 @@ class Bucket(Group):
                 error.mul_(factor.to(error.device))
             if share:
                 torch.add(error, gradient, alpha=share, out=part)
-            else:  # whatever the gradient is
+            else:  # the gradient may be infinite or NaN
                 part.copy_(error)
         return piece
 
     def _keep(self, piece: Piece, kept: Sequence[Kept], finite: torch.Tensor) -> None:
-        """Keep what was not sent; if the sum is not finite, keep everything unchanged.
+        """Keep errors and factors for the next step; if the sum is not finite, change nothing.
 
         `GradScaler` skips such a step on all ranks, because they have the same sum.
         """
@@ -326,7 +326,7 @@ class Bucket(Group):
             piece.parts(piece.flat), piece.names, piece.kept, kept, strict=True
         ):
             new = {"error": part, **new}
-            if self._device.type != "cpu":  # where a check would have to wait
+            if self._device.type != "cpu":  # a check would have to wait for the device
                 for what, tensor in new.items():
                     before = old.get(what, torch.zeros_like(tensor))
                     tensor.copy_(torch.where(finite, tensor, before))
@@ -336,7 +336,7 @@ class Bucket(Group):
 
 
 def _fill(part: torch.Tensor, gradient: torch.Tensor, share: float) -> None:
-    """Leave gradient * share there; 0 times anything is 0."""
+    """Set `part` to gradient * share; 0 times anything is 0."""
     if share == 0:
         part.zero_()
     else:
@@ -353,6 +353,6 @@ def _cosine(exact: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> flo
 
 def _interrupted(name: str) -> AssertionError:
     return AssertionError(
-        f"the reduction of '{name}' was interrupted between its collectives, for the rest of which "
-        "other ranks wait; end the job"
+        f"the reduction of '{name}' was interrupted between its collectives, and other ranks wait "
+        "for the remaining ones; end the job"
     )

@@ -1,8 +1,8 @@
-"""scope="hosts": which ranks add up within a host, and which compress between hosts.
+"""scope="hosts": the ranks that sum within a host, and those that compress between hosts.
 
 The first rank on each host of a process set leads it: it compresses the host's sum with the other
-leaders, keeps the errors, and gives the result to its host. With one leader per host, the traffic
-between hosts is the same as with more, and there is one error per host.
+leaders, keeps the errors, and gives the result to its host. One leader per host sends no more
+between hosts than several would, and keeps one error per host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _POLL_S: Final = 1.0
 
 
 class Hosts:
-    """The hosts of some ranks, this one among them."""
+    """The hosts of some ranks, which include this one."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         names, rank = job.host_names(), job.rank()
@@ -28,20 +28,17 @@ class Hosts:
         self.leader = inside[0]
         self.leads = self.leader == rank
         leaders = [members[0] for members in by_host.values()]
-        # Both are requested before either is waited for. None: nobody to communicate with.
+        # Both are requested before either is waited for. None: there are no other ranks.
         self._inside = of_members(inside) if len(inside) > 1 else None
         self._leaders = of_members(leaders) if self.leads and len(leaders) > 1 else None
         self.several = len(leaders) > 1
 
     def inside(self) -> ProcessSet | None:
-        """Return the ranks of this host; None: only this one. Blocks until all of them call it.
-
-        So does `leaders`.
-        """
+        """Return the ranks of this host; None: only this one. Blocks until all of these call it."""
         return _wait_for(self._inside)
 
     def leaders(self) -> ProcessSet | None:
-        """Return the leaders of all hosts; None: there is one host."""
+        """As `inside`, for the leaders of all hosts; None: one host, or this rank does not lead."""
         return _wait_for(self._leaders)
 
 

@@ -1,12 +1,12 @@
-"""Gradients as 8-bit integers, each block of them with a scale.
+"""Gradients as 8-bit integers, with a scale for each block.
 
     gradient + error --quantise--> parts, to the rank that owns each --> sum in float32
     sum --quantise--> to all ranks
 
-Each block of b elements travels as b integers round(x / s), s = max|x| / 127, and s itself in 4
-bytes: (b + 4) bytes instead of 4 b, both ways. A rank keeps the error of its own integers, and that
-of the sum which it owns, as if that were its own: then the sum over ranks of result and errors is
-that of gradients and earlier errors.
+Each block of b elements is sent as b integers round(x / s), s = max|x| / 127, and s itself in 4
+bytes: (b + 4) bytes instead of 4 b, both ways. A rank adds the error of the sum that it owns to
+that of its own integers. So the sum over ranks of results and errors equals that of gradients and
+earlier errors.
 
 Source: F. Seide et al. 2014 (see method.py); scales of blocks: T. Dettmers, "8-bit approximations
 for parallelism in deep learning", ICLR 2016, arXiv:1511.04561.
@@ -62,7 +62,7 @@ class Int8(Method):
         received = received.view(link.size, len(owned), self.block + _SCALE_BYTES)
         total = self._values(received, values.dtype).sum(0)
         rows = self._quantise(total)
-        owned.add_(total)  # what is left of the sum
+        owned.add_(total)  # its rounding errors, for the next step
 
         (gathered,) = yield link.gather([rows], "gather")
         total = self._values(gathered, values.dtype, piece.divisor)
@@ -70,13 +70,13 @@ class Int8(Method):
         return piece.parts(total.view(-1)), [{} for _ in piece.given], finite
 
     def _quantise(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the rows that stand for `values`, and leave there what is lost.
+        """Return the rows for `values`, and replace `values` by the rounding errors.
 
-        A block that holds an infinity or a NaN becomes infinities and NaNs.
+        A block with an infinity or a NaN becomes infinities and NaNs.
         """
         if values.numel() == 0:
             return values.new_empty(0, self.block + _SCALE_BYTES, dtype=torch.int8)
-        # aminmax would be one call, and 20 times slower on a CPU.
+        # aminmax would be one call, but takes 20 times as long on a CPU.
         low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
         scales = torch.maximum(high, -low).div_(127).to(torch.float32)
         scales.clamp_(min=torch.finfo(torch.float32).tiny)
@@ -91,5 +91,5 @@ class Int8(Method):
         return rows[..., self.block :].contiguous().view(torch.float32)
 
     def _values(self, rows: torch.Tensor, dtype: torch.dtype, divisor: int = 1) -> torch.Tensor:
-        """Return what rows stand for, divided."""
+        """Return the values of `rows`, divided."""
         return rows[..., : self.block] * self._scales(rows).to(dtype).div_(divisor)

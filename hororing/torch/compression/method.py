@@ -2,8 +2,8 @@
 
 A method reduces one bucket, a flat vector, in a few collectives, and is a generator: it yields the
 handle of each and is sent its result. So its first collective starts in the hook of the bucket's
-last gradient, and those of other buckets continue while this one's are in flight. What a rank has
-not sent stays in the vector and is added to the gradient of the next step.
+last gradient, and other buckets continue while this one's collective is in flight. The values that
+a rank has not sent, its errors, stay in the vector and are added to the gradients of the next step.
 
 Source of error feedback: F. Seide et al., "1-bit stochastic gradient descent and its application to
 data-parallel distributed training of speech DNNs", Interspeech 2014; S. P. Karimireddy et al.,
@@ -29,7 +29,7 @@ MIN_ELEMENTS: Final = 1024
 
 Kept = dict[str, torch.Tensor]  # the state of one parameter, by kind
 # Yields handles, and is sent the results of `synchronize` for them. Returns the reduced gradients,
-# what to keep of each parameter, and a flag: whether the sum over all ranks is finite.
+# the state to keep for each parameter, and a flag: whether the sum over all ranks is finite.
 Steps = Generator[int, Any, tuple[list[torch.Tensor], Sequence[Kept], torch.Tensor]]
 
 
@@ -51,7 +51,7 @@ class Link:
         return len(self.process_set.ranks)
 
     def sum(self, tensor: torch.Tensor, what: str) -> int:
-        """Start to add up `tensor`, in place."""
+        """Start to sum `tensor` over the ranks, in place."""
         name = f"{self.name}.{what}"
         return verbs.allreduce_async_(tensor, name=name, op=Sum, process_set=self.process_set)
 
@@ -74,14 +74,14 @@ class Piece:
 
     Attributes
     ----------
-    flat : gradients and errors of earlier steps, added up; float32, or float64 for such gradients.
-        The method leaves there what it has not sent: the sum over all ranks is that of the results,
-        times `divisor`, and of what is left.
-    lengths : how much of it each parameter has: a multiple of the method's `multiple`; what is
-        beyond the elements of the parameter is zero.
-    given : the gradients; results may take their place.
+    flat : the sum of gradients and errors of earlier steps; float32, or float64 for such gradients.
+        The method replaces it by the new errors: its sum over all ranks was the result, times
+        `divisor`, plus the sum of the errors.
+    lengths : elements of `flat` for each parameter: a multiple of the method's `multiple`; those
+        beyond the elements of the parameter are zero.
+    given : the gradients; results may overwrite them.
     names : of the parameters.
-    kept : what the method keeps of each; may be empty.
+    kept : the state that the method keeps for each; may be empty.
     divisor : of the sum.
     """
 
@@ -106,14 +106,14 @@ def parts_of(
 
 
 def is_large(param: torch.Tensor) -> bool:
-    """Whether compressing gradients of this parameter is worthwhile."""
+    """Whether this parameter is large enough for compression."""
     return param.is_floating_point() and param.numel() >= MIN_ELEMENTS
 
 
 class Method(StatefulCompression, ABC):
     """A method of compression: its options. Base of those in `Compression`."""
 
-    multiple: int = 1  # of elements, which each parameter is padded to
+    multiple: int = 1  # each parameter is padded to a multiple of so many elements
 
     @property
     def name(self) -> str:
@@ -126,7 +126,7 @@ class Method(StatefulCompression, ABC):
 
     @abstractmethod
     def traffic(self, param: torch.Tensor, ranks: int) -> float:
-        """Return the bytes that it sends for a gradient, relative to an allreduce."""
+        """Return the bytes sent for a gradient, relative to an allreduce."""
 
     @abstractmethod
     def reduce(self, piece: Piece, link: Link) -> Steps:

@@ -1,4 +1,4 @@
-"""DistributedOptimizer with a compressor that has state."""
+"""DistributedOptimizer with a compressor with error feedback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hororing.torch.gradient_optimizer import Distributed
 from hororing.torch.reducer import Entry, Reducer
 from hororing.torch.submission import BATCH_BYTES
 
-# Of gradients. Buckets are at least this large, except for the last ones of their types.
+# Minimum size of buckets, in bytes of gradients, except for the last one of each type.
 BUCKET_BYTES: Final = 4 << 20
 
 _alive: weakref.WeakSet[CompressingReducer] = weakref.WeakSet()
@@ -43,7 +43,7 @@ class CompressingReducer(Reducer):
         self._method = method
         self.memory = Memory()
         self._driver = Driver()
-        self.asked: list[list[torch.Tensor]] = []  # the user's groups
+        self.user_groups: list[list[torch.Tensor]] = []
         # Possible buckets, the same for all methods; a method may exclude some parameters.
         self.parts: list[list[torch.Tensor]] = []
         self.buckets: dict[int, Bucket] = {}  # by the number of the part
@@ -57,14 +57,14 @@ class CompressingReducer(Reducer):
         return self._method
 
     def form_groups(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
-        """Form buckets, and groups of uncompressed gradients."""
-        self.asked = [list(members) for members in groups]
+        """Form the buckets and the groups of uncompressed gradients."""
+        self.user_groups = [list(members) for members in groups]
         for _, gradient in self._gradients.values():
             gradient.leave()
-        self.parts = [part for group in self.asked for part in _cut(group, float("inf"))]
+        self.parts = [part for group in self.user_groups for part in _cut(group, float("inf"))]
         self.buckets = {}
         taken = {id(p) for at in range(len(self.parts)) for p in self._compressed(at)}
-        small = [[param for param in group if id(param) not in taken] for group in self.asked]
+        small = [[param for param in group if id(param) not in taken] for group in self.user_groups]
         super().form_groups([members for members in small if members])
         for at in range(len(self.parts)):
             self._form_bucket(at)
@@ -72,11 +72,11 @@ class CompressingReducer(Reducer):
         self.follow()
 
     def follow(self) -> list[Entry]:
-        """Do as any reducer, and put new parameters into buckets."""
+        """As `Reducer.follow`; put new parameters into buckets."""
         entries = super().follow()
         if entries is not self._arranged and self._gradients:
             self._arranged = entries
-            known = {id(param) for part in (*self.parts, *self.asked) for param in part}
+            known = {id(param) for part in (*self.parts, *self.user_groups) for param in part}
             new = [p for p, _ in reversed(entries) if p.requires_grad and id(p) not in known]
             for part in _cut(new, BUCKET_BYTES):
                 self.parts.append(part)
@@ -97,7 +97,7 @@ class CompressingReducer(Reducer):
         bucket = Bucket(name, named, method, self.memory, self._driver)
         for position, gradient in enumerate(gradients):
             gradient.join(bucket, position)
-            gradient.weight = BATCH_BYTES  # it is not sent with others
+            gradient.weight = BATCH_BYTES  # so it is not sent with others
         self.buckets[part] = bucket
         self._groups.append(bucket)
 
@@ -106,15 +106,15 @@ class CompressingReducer(Reducer):
         super()._wait_for(entries)
 
     def begin_anew(self) -> None:
-        """Forget all errors, and form buckets as on a new rank: an engine starts."""
+        """Forget all errors, and form buckets as on a new rank: a new engine starts."""
         if self.release.alive:
             self.memory.replace({})
             self._driver.begin_anew()
-            self.form_groups(self.asked)
+            self.form_groups(self.user_groups)
 
 
 def _cut(params: Sequence[torch.Tensor], limit: float) -> list[list[torch.Tensor]]:
-    """Return what can be compressed in parts of one type and device, full at `limit` bytes."""
+    """Return the large parameters in parts of one type and device, full at `limit` bytes."""
     parts: list[list[torch.Tensor]] = []
     unfilled: dict[Any, list[torch.Tensor]] = {}
     for param in params:
@@ -128,7 +128,7 @@ def _cut(params: Sequence[torch.Tensor], limit: float) -> list[list[torch.Tensor
 
 
 class Compressed(Distributed):
-    """What optimizers with such a compressor add to their class."""
+    """The mixin of distributed optimizers with such a compressor."""
 
     @property
     def _memory(self) -> Memory | None:
@@ -136,14 +136,14 @@ class Compressed(Distributed):
         return reducer.memory if isinstance(reducer, CompressingReducer) else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with what the compressor keeps on this rank."""
+        """Return the state, with the compressor's state on this rank."""
         state = super().state_dict()
         if self._memory is not None and self._memory.contents:
             state["state"][KEY] = dict(self._memory.contents)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state, with what the compressor has kept if it is there."""
+        """Load the state, with the compressor's state if there is one."""
         held = dict(state_dict["state"])
         kept = held.pop(KEY, {})
         super().load_state_dict({**state_dict, "state": held})
@@ -166,20 +166,20 @@ class Compressed(Distributed):
 
 
 def check_compressed(options: Reduction, groups: object) -> None:
-    """Raise ValueError for options that do not go with a compressor that has state."""
+    """Raise ValueError for options that error feedback does not support."""
     if options.op not in (arguments.Average, arguments.Sum):
         raise ValueError(
             f"DistributedOptimizer: op={arguments.op_name(options.op)} cannot be used with a "
-            "compression that keeps errors, which is for Average and Sum; use Compression.none, "
+            "compression with error feedback, which is for Average and Sum; use Compression.none, "
             ".fp16 or .bf16"
         )
     if options.predivide != 1.0:
         raise ValueError(
             "DistributedOptimizer: gradient_predivide_factor cannot be used with a compression "
-            "that keeps errors: it adds up in float32; leave it out"
+            "with error feedback, which sums in float32; leave it out"
         )
     if isinstance(groups, str):
         raise ValueError(
-            f"DistributedOptimizer: groups={groups!r} cannot be used with a compression that "
-            "keeps errors; pass a number of groups, or leave it out"
+            f"DistributedOptimizer: groups={groups!r} cannot be used with a compression with "
+            "error feedback; pass a number of groups, or leave it out"
         )

@@ -1,13 +1,13 @@
 """PowerSGD: matrices of low rank instead of gradients.
 
-    M of this rank: n x m;  Q: m x r, the same on all ranks, as the last step has left it
+    M of this rank: n x m;  Q: m x r, from the last step, the same on all ranks
     P = sum of M Q;  P <- an orthonormal basis of its columns;  Q = sum of M^T P
     result: P Q^T;  what this rank keeps: M - P Q^T / ranks
 
 Both sums are allreduces, of (n + m) r elements in all. This is one step of subspace iteration: as
 gradients change slowly, Q approaches the leading singular vectors over steps (warm start). A tensor
 is a matrix of its first dimension and all others. P and the result are computed on every rank, so
-they have the same bits where ranks have the same processors and numbers of threads.
+they have the same bits if ranks have the same processors and numbers of threads.
 
 Source: T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: practical low-rank gradient compression
 for distributed optimization", NeurIPS 2019, arXiv:1905.13727, algorithms 1 and 2.
@@ -34,7 +34,7 @@ class PowerSGD(Method):
     Parameters
     ----------
     rank : of the matrices, r above; at least 1. Tensors of less than two dimensions, and those that
-        it would not make half as large, are sent as they are.
+        P and Q would not halve, are sent uncompressed.
     scope : see `StatefulCompression`.
     """
 
@@ -47,7 +47,7 @@ class PowerSGD(Method):
             raise ValueError(f"Compression.powersgd: rank={self.rank!r} must be at least 1")
 
     def compresses(self, param: torch.Tensor) -> bool:
-        """Whether it is a matrix, or more, and large."""
+        """Whether it is large and has at least two dimensions."""
         if not super().compresses(param) or param.dim() < 2:
             return False
         return self.traffic(param, 1) * _MIN_RATIO <= 1
@@ -86,7 +86,7 @@ class PowerSGD(Method):
         return results, kept, finite
 
     def _first(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the Q to begin with, the same on all ranks."""
+        """Return the first Q, the same on all ranks."""
         made = torch.Generator().manual_seed(zlib.crc32(name.encode("utf-8", "backslashreplace")))
         random = torch.randn(matrix.shape[1], self.rank, generator=made, dtype=torch.float32)
         return _orthonormal(random.to(matrix))
@@ -99,7 +99,7 @@ def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
-    """Leave p @ q in `out`."""
+    """Set `out` to p @ q."""
     if len(q) > _MIN_RANK_FOR_BLAS or not out.is_cpu:
         torch.mm(p, q, out=out)
         return

@@ -1,8 +1,8 @@
 """The largest elements of each gradient, with their indices.
 
-Each rank sends the `ratio` of a gradient's elements whose magnitude is largest, exactly, and keeps
-the others; a bucket in one allgather. All ranks get 8 bytes for each element that one sends, so the
-traffic grows with their number: it pays as long as that times `ratio` is well below 1.
+Each rank sends the fraction `ratio` of a gradient's elements, those of the largest magnitude,
+exactly, and keeps the others; a bucket takes one allgather. All ranks get 8 bytes for each sent
+element, so this pays if the number of ranks times `ratio` is well below 1.
 
 Source: S. U. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with memory", NeurIPS 2018,
 arXiv:1809.07599.
@@ -37,7 +37,7 @@ class TopK(Method):
             raise ValueError(f"Compression.topk: ratio={self.ratio!r} must be in (0, 1]")
 
     def traffic(self, param: torch.Tensor, ranks: int) -> float:
-        """Each rank gets 8 bytes an element from each other one."""
+        """Each rank gets 8 bytes per sent element from each other rank."""
         return self.ratio * ranks * 4 / param.element_size()
 
     def reduce(self, piece: Piece, link: Link) -> Steps:
@@ -55,7 +55,7 @@ class TopK(Method):
 
         all_indices, all_values = yield link.gather([indices, values], "gather")
         total = torch.zeros_like(flat)
-        # In the order of ranks: in one of them no index occurs twice.
+        # In rank order, one rank at a time: within it no index occurs twice.
         for theirs, sent in zip(
             all_indices.split(len(where)), all_values.split(len(where)), strict=True
         ):
