@@ -1,4 +1,4 @@
-# The front door: `make help`. Needs Python 3.10 to 3.13, a C++17 compiler, make and pip.
+# See `make help`. Needs Python 3.10 to 3.13, a C++17 compiler, make and pip.
 #
 #   PYTHON=python3.12 make test    another interpreter
 #   MPICC=/opt/mpi/bin/mpicc make  another MPI than the one in PATH or from pip
@@ -9,7 +9,7 @@ JOBS ?= $(shell nproc)
 BIN := $(CURDIR)/$(VENV)/bin
 SOURCES := hororing hororing_torch_backend.py buildtools packaging setup.py tests/python examples benchmarks
 
-# What `make test-tensorflow TF=2.19.1` runs, and where.
+# Tests of `make test-tensorflow TF=2.19.1`, and their environment.
 TF ?= 2.19.1
 OTHER := $(CURDIR)/build/tensorflow-$(TF)
 TENSORFLOW_TESTS := $(wildcard tests/python/test_tensorflow_*.py)
@@ -21,7 +21,7 @@ HOROVOD := $(CURDIR)/build/horovod
 # Tools of the environment first: mpirun, cmake, pybind11 come from it where the machine has none.
 export PATH := $(BIN):$(PATH)
 
-# What mpirun of Open MPI needs to run anywhere: as root (containers), with more ranks than cores,
+# Lets mpirun of Open MPI run anywhere: as root (containers), with more ranks than cores,
 # and with room for the engine's thread. Other MPIs ignore it.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
@@ -34,7 +34,7 @@ TESTING := CMAKE_ARGS="-DHORORING_TESTING=ON $(CMAKE_ARGS)"
 # Some tests mostly wait.
 CTEST := --output-on-failure --no-tests=error --parallel $(shell expr $(JOBS) + 1)
 
-# ThreadSanitizer of older compilers cannot live with much address randomisation.
+# ThreadSanitizer of older compilers fails with much address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
@@ -52,12 +52,12 @@ dev: $(VENV)/.dev  ## .venv with all tools, the package built in place
 build: $(VENV)/.dev  ## build the core in place again
 	$(TESTING) pip install --quiet --no-build-isolation --no-deps --editable .
 
-# What Python tests load and start beside the package, and the C++ tests.
+# Programs and libraries that Python tests use beside the package, and the C++ tests.
 programs: build
 	cmake --build $(CORE) --parallel $(JOBS)
 
 # The three tiers are described in docs/testing.md.
-test: test-cpp tsan test-py  ## what every change must pass
+test: test-cpp tsan test-py  ## the tests that every change must pass
 
 test-all: test-cpp tsan asan programs  ## all tests: before a change of engine, transports or adapters is done
 	pytest --full
@@ -83,7 +83,7 @@ test-py: programs  ## Python tests of the push tier
 test-tensorflow: build $(OTHER)/.ready  ## Python tests of TensorFlow's adapter on another one: TF=2.19.1
 	PATH="$(OTHER)/bin:$$PATH" $(OTHER)/bin/python -m pytest -k tensorflow $(TENSORFLOW_TESTS)
 
-soak: build  ## random schedules of collectives, then jobs to which things happen: 10 minutes each
+soak: build  ## random schedules of collectives, then jobs with injected failures: 10 minutes each
 	python tests/python/schedules.py --ranks 4 --minutes 10
 	python tests/python/chaos.py --minutes 10
 	python tests/python/nemesis.py --minutes 10
@@ -126,8 +126,8 @@ bench-mpich: build
 	  > "$$($(MPICH)/bin/python -c 'import site; print(site.getsitepackages()[0])')/hororing.pth"
 	touch $(MPICH)/.ready
 
-# Minutes, the first time and where torch or MPI are others. The environment only gets what Horovod
-# imports, and most have.
+# Takes minutes, at first and after a change of torch or MPI. The environment only gets Horovod's
+# dependencies, and most have them.
 bench-horovod: build  ## Horovod, built from its sdist into build/horovod
 	$(BIN)/pip install --quiet cffi cloudpickle packaging psutil pyyaml
 	$(BIN)/python buildtools/build_horovod.py $(HOROVOD) $(JOBS)
@@ -154,7 +154,7 @@ docs-site: build  ## build/site: all pages, and the public names from their docs
 	  'mkdocs==1.6.1' 'mkdocs-material==9.8.2' 'mkdocstrings[python]==1.0.8'
 	python -m mkdocs build --strict
 
-walk: build  ## docs/walk.md: the functions that one gradient passes through, from a trace
+walk: build  ## docs/walk.md: the functions on one gradient's path, from a trace
 	python benchmarks/walk.py
 
 clean:  ## everything that was built, the environment too

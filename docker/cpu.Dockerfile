@@ -4,10 +4,10 @@
 #   docker run --rm hororing:cpu                            # python -m hororing info
 #   docker run --rm --shm-size=1g hororing:cpu mpirun -np 2 python examples/torch_digits.py
 #
-# EXTRAS chooses the frameworks (torch, tensorflow, keras) and what the examples need. On x86
+# EXTRAS selects the frameworks (torch, tensorflow, keras) and the examples' packages. On x86
 # PyPI's torch brings CUDA's libraries along; --build-arg PIP_EXTRA_INDEX_URL=... names PyTorch's
-# index of builds without them. Docker gives a container 64 MiB of shared memory unless told
-# otherwise.
+# index of builds without them. Docker gives a container 64 MiB of shared memory by
+# default.
 
 FROM debian:12.11-slim AS build
 RUN apt-get update \

@@ -5,7 +5,7 @@
 #   docker run --rm --gpus all hororing:cuda                # python -m hororing info
 #   docker run --rm --gpus all --shm-size=1g hororing:cuda mpirun -np 8 python train.py
 #
-# The build stage needs no CUDA: one build of hororing serves both worlds (docs/gpu.md).
+# The build stage needs no CUDA: one build of hororing serves CPUs and GPUs (docs/gpu.md).
 
 FROM ubuntu:24.04 AS build
 RUN apt-get update \

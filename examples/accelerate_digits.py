@@ -3,8 +3,8 @@
     hororun -np 2 python examples/accelerate_digits.py
     accelerate launch --multi_gpu --num_processes 2 examples/accelerate_digits.py
 
-Accelerate itself would choose gloo, and refuses other backends on the CPU by name; it takes the
-process group that is there. docs/torch_distributed.md has more ways to start it.
+Accelerate itself would choose gloo, and refuses the names of other backends on the CPU; it uses an
+existing process group. docs/torch_distributed.md has more ways to start it.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
 
     dist.init_process_group("hororing")
     accelerator = Accelerator(cpu=True)
-    torch.set_num_threads(1)  # such small images are not worth more
+    torch.set_num_threads(1)  # enough for such small images
     set_seed(1)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16

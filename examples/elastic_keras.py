@@ -1,8 +1,8 @@
-"""Train with Keras on handwritten digits with ranks that may die, leave and come.
+"""Train with Keras on handwritten digits with ranks that may die, leave and join.
 
     hororun -np 3 --min-np 2 python examples/elastic_keras.py
 
-Kill one of the processes while it runs: the others go on, and a new one joins them. docs/elastic.md
+Kill one process while it runs: the others continue, and a new one joins them. docs/elastic.md
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
         keras.layers.Dense(128, activation="relu"),
         keras.layers.Dense(10),
     ])  # fmt: skip
-    hvd.init()  # a new process is waited for from here to `train`
+    hvd.init()  # the others wait for a new process from here to `train`
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(args.lr * hvd.size()))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"])
@@ -60,7 +60,7 @@ def main() -> None:
             callbacks=[
                 hvd.elastic.UpdateEpochStateCallback(state),
                 hvd.elastic.UpdateBatchStateCallback(state),
-                # A failure costs one step anyway, but on JAX; each epoch ends with a commit.
+                # A failure costs one step at most, except on JAX; each epoch ends with a commit.
                 hvd.elastic.CommitStateCallback(state, batches_per_commit=1000),
             ],
         )

@@ -1,8 +1,8 @@
-"""Train on scikit-learn's handwritten digits with ranks that may die, leave and come.
+"""Train on scikit-learn's handwritten digits with ranks that may die, leave and join.
 
     hororun -np 3 --min-np 2 python examples/elastic_torch.py
 
-Kill one of the processes while it runs: the others go on, and a new one joins them. docs/elastic.md
+Kill one process while it runs: the others continue, and a new one joins them. docs/elastic.md
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> None:
     train_data = TensorDataset(images[:1500], labels[:1500])
 
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    hvd.init()  # a new process is waited for from here to `train`
+    hvd.init()  # the others wait for a new process from here to `train`
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr * hvd.size())
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     sampler = hvd.elastic.ElasticSampler(train_data)
@@ -50,7 +50,7 @@ def main() -> None:
         if hvd.rank() == 0:
             print(f"{hvd.size()} ranks from epoch {state.epoch} on", flush=True)
         while state.epoch < args.epochs:
-            # Of an epoch that was interrupted, these are the samples that are left.
+            # The remaining samples, if the epoch was interrupted.
             loader = DataLoader(train_data, args.batch_size, sampler=sampler)
             for index, (inputs, targets) in enumerate(loader):
                 optimizer.zero_grad()

@@ -5,9 +5,9 @@
     hororun -np 4 python examples/hierarchical_sgd_digits.py --persistent     # where it cannot help
 
 It trains twice, with the same data and the same delays: synchronously, and with pairs of ranks that
-average their weights every 2 steps and all of them every 8th. The last lines say what that saved.
+average their weights every 2 steps and all of them every 8th. The last lines show the time saved.
 `--ways` has more: all of them average every 8th step ("local"), and pairs as above, whose averages
-run while training goes on ("delayed").
+run while training continues ("delayed").
 """
 
 import argparse
@@ -115,7 +115,7 @@ def train(args: argparse.Namespace, way: str) -> tuple[float, float, float]:
     model = network(args.seed)
     optimizer = make_optimizer(model, args, way)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    late = StragglerInjector(args.probability, args.delay, seed=args.seed)  # alike in both runs
+    late = StragglerInjector(args.probability, args.delay, seed=args.seed)  # the same in both runs
     if args.persistent:
         late = StragglerInjector(1.0, args.delay, ranks=[0])
     seconds, snapshots = [], []
@@ -130,10 +130,10 @@ def train(args: argparse.Namespace, way: str) -> tuple[float, float, float]:
         nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
         optimizer.step()
         seconds.append(time.perf_counter() - begin)
-        if args.record and step % 8 == 7:  # tested later, so that it takes no time now
+        if args.record and step % 8 == 7:  # tested later, outside of the measured time
             snapshots.append((step + 1, sum(seconds), copy.deepcopy(model.state_dict())))
         if step + 1 == args.resume_at and way != "synchronous":
-            # Every rank saves and loads its own: weights differ between averages.
+            # Every rank saves and loads its own file: weights differ between averages.
             saved = model.state_dict(), optimizer.state_dict()
             model = network(0)
             model.load_state_dict(saved[0])
@@ -144,7 +144,7 @@ def train(args: argparse.Namespace, way: str) -> tuple[float, float, float]:
     if way != "synchronous":
         optimizer.final_average()  # before evaluation; on all ranks
     hvd.barrier()
-    # Until the latest rank is through.
+    # Until the last rank has finished.
     total = sum(seconds) + time.perf_counter() - begin
     if args.record:
         write_record(args, way, snapshots, (test_images, test_labels))

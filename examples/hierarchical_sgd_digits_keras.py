@@ -5,7 +5,7 @@
 
 It trains twice, with the same data and with ranks that are late at random in the same steps:
 synchronously, and with pairs of ranks that average their weights every 2 steps and all of them
-every 8th. The last lines say what that saved. `--ways` has more, as in hierarchical_sgd_digits.py.
+every 8th. The last lines show the time saved. `--ways` has more, as in hierarchical_sgd_digits.py.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Late(keras.callbacks.Callback):
-    """Sleeps now and then, and measures how long training takes after the first step."""
+    """Sleeps at random, and measures the time of training after the first step."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def train(args: argparse.Namespace, way: str) -> tuple[float, float, float]:
     model.fit(
         images, labels, args.batch_size, shuffle=False, verbose=0, callbacks=[*callbacks, late]
     )
-    hvd.barrier()  # until the latest rank is through
+    hvd.barrier()  # until the last rank has finished
     seconds = (time.perf_counter() - late.begin) / max(1, args.steps - 1)
     loss, accuracy = model.evaluate(test_images, test_labels, verbose=0)
     if args.record:

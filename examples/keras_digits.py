@@ -72,7 +72,7 @@ def main() -> None:
     part = slice(hvd.rank(), steps_per_epoch * batch, hvd.size())  # hvd
 
     lr = args.lr * batch / REFERENCE_BATCH
-    if args.resume and first:  # the others get everything from rank 0
+    if args.resume and first:  # the others get the state from rank 0
         model = keras.models.load_model(args.checkpoint)
         optimizer = model.optimizer
     else:

@@ -1,4 +1,4 @@
-"""Train on scikit-learn's handwritten digits with the means of large batches (docs/large_batch.md).
+"""Train on scikit-learn's handwritten digits with tools for large batches (docs/large_batch.md).
 
     python examples/large_batch_digits.py                    # one process
     hororun -np 4 python examples/large_batch_digits.py       # four
@@ -115,7 +115,7 @@ def test_results(model: nn.Module, test: TensorDataset) -> tuple[float, float, i
 def main() -> None:
     args = arguments()
     hvd.init()  # hvd
-    torch.set_num_threads(1)  # such small images are not worth more
+    torch.set_num_threads(1)  # enough for such small images
     torch.manual_seed(args.seed)
     train, test = datasets(args.seed)
     sampler = ShardSampler(train, seed=args.seed, remainder="drop")  # hvd

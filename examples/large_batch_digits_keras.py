@@ -1,4 +1,4 @@
-"""Train on scikit-learn's handwritten digits with the means of large batches, with Keras 3.
+"""Train on scikit-learn's handwritten digits with tools for large batches, with Keras 3.
 
     python examples/large_batch_digits_keras.py                           # one process
     hororun -np 4 python examples/large_batch_digits_keras.py              # four
@@ -76,7 +76,7 @@ def network(norm) -> keras.Model:
 
 
 class Record(keras.callbacks.Callback):
-    """Tests after every epoch, and writes down what came of it."""
+    """Tests after every epoch, and records the result."""
 
     def __init__(self, test: Data, record: RunRecord) -> None:
         super().__init__()

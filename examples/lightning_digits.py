@@ -25,7 +25,7 @@ class Classifier(lightning.LightningModule):
             nn.Conv2d(24, 48, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
             nn.Flatten(), nn.Linear(48 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10),
         )  # fmt: skip
-        # Counts on its rank, and sums over the ranks when it is asked.
+        # Counts on its rank, and sums over the ranks in `compute`.
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(10, average="micro")
 
     def training_step(self, batch, index) -> torch.Tensor:
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="images per step and rank")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # such small images are not worth more
+    torch.set_num_threads(1)  # enough for such small images
     lightning.seed_everything(1)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16

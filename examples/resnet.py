@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-# Layers: the kind of block, and how many blocks each of the four stages has.
+# Layers: the kind of block, and the numbers of blocks of the four stages.
 LAYERS = {
     18: ("basic", (2, 2, 2, 2)),
     34: ("basic", (3, 4, 6, 3)),

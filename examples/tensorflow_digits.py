@@ -56,7 +56,7 @@ def network() -> keras.Model:
 
 
 def accuracy(model: keras.Model, dataset: tf.data.Dataset) -> float:
-    """Part of the images that are classified correctly; each rank looks at its share."""
+    """Fraction of correctly classified images; each rank tests its share."""
     share = dataset.shard(hvd.size(), hvd.rank())  # hvd
     images, labels = next(iter(share.batch(len(share))))
     correct = tf.reduce_sum(tf.cast(tf.argmax(model(images), axis=1) == labels, tf.int64))
@@ -67,7 +67,7 @@ def accuracy(model: keras.Model, dataset: tf.data.Dataset) -> float:
 def main() -> None:
     args = arguments()
     hvd.init()  # hvd
-    tf.config.threading.set_intra_op_parallelism_threads(1)  # such small images need no more
+    tf.config.threading.set_intra_op_parallelism_threads(1)  # enough for such small images
     keras.utils.set_random_seed(args.seed)
     train, test = datasets(args.seed)
     # The order is the same on every rank. Each takes its part, with the same number of batches.

@@ -1,10 +1,10 @@
-"""Images per second of a network of keras.applications on made-up images.
+"""Images per second of a network of keras.applications on synthetic images.
 
     python examples/tensorflow_synthetic_benchmark.py                    # one process
     hororun -np 2 python examples/tensorflow_synthetic_benchmark.py      # two
 
 The options are those of Horovod's benchmark. Compare the total with the figure of one process to
-see how well it scales.
+see the scaling.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def main() -> None:
     kind = "GPU" if gpus else "CPU"
     if hvd.rank() == 0:  # hvd
         print(f"{args.model}, {args.batch_size} images per step on each of {hvd.size()} {kind}(s)")
-    steps(max(1, args.num_warmup_batches))  # the first one makes the graph
+    steps(max(1, args.num_warmup_batches))  # the first one builds the graph
     rates = [
         args.batch_size * args.num_batches_per_iter / steps(args.num_batches_per_iter)
         for _ in tqdm(range(args.num_iters), desc="measure", disable=hvd.rank() != 0)  # hvd

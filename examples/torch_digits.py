@@ -63,7 +63,7 @@ def network() -> nn.Module:
 
 
 def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
-    """Part of the images that are classified correctly; each rank looks at its share."""
+    """Fraction of correctly classified images; each rank tests its share."""
     images, labels = dataset[hvd.rank() :: hvd.size()]  # hvd
     with torch.no_grad():
         correct = (model(images).argmax(dim=1) == labels).sum()
@@ -74,7 +74,7 @@ def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
 def main() -> None:
     args = arguments()
     hvd.init()  # hvd
-    torch.set_num_threads(1)  # such small images are not worth more
+    torch.set_num_threads(1)  # enough for such small images
     torch.manual_seed(args.seed)
     torch.set_default_dtype(torch.float64 if args.float64 else torch.float32)
     train, test = datasets(args.seed, torch.get_default_dtype())

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/torch_distributed_digits.py    # or by hororun, mpirun
     hororun -np 2 python examples/torch_distributed_digits.py --parallel fsdp
 
-Nothing but the name of the backend differs from a script that uses gloo.
+Only the name of the backend differs from a script that uses gloo.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> None:
 
     dist.init_process_group("hororing")
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch.set_num_threads(1)  # such small images are not worth more
+    torch.set_num_threads(1)  # enough for such small images
     torch.manual_seed(1)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16

@@ -1,9 +1,9 @@
-"""Train a conditional GAN on scikit-learn's handwritten digits, and draw the digits it makes.
+"""Train a conditional GAN on scikit-learn's handwritten digits, and draw generated digits.
 
     hororun -np 2 python examples/torch_gan.py
 
-Every line that makes it distributed is marked `# hvd`. A classifier that knows real digits only
-tells at the end how many of the made ones it reads as the digits that were asked for.
+Every line that makes it distributed is marked `# hvd`. At the end, a classifier trained on real
+digits counts the generated ones that it reads as the requested digits.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import hororing.torch as hvd  # hvd
 
-NOISE = 32  # numbers from which a digit is made, beside which digit it is
+NOISE = 32  # random numbers for a digit, beside its class
 
 
 def arguments() -> argparse.Namespace:
@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
 
 
 def networks() -> tuple[nn.Module, nn.Module]:
-    """The generator, and the critic, which tells real images from made ones."""
+    """The generator, and the critic, which distinguishes real and generated images."""
     generator = nn.Sequential(
         nn.Linear(NOISE + 10, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(),
         nn.Linear(256, 64), nn.Sigmoid(),
@@ -62,7 +62,7 @@ def draw(images: torch.Tensor) -> str:
 def main() -> None:
     args = arguments()
     hvd.init()  # hvd
-    torch.set_num_threads(1)  # such small networks are not worth more
+    torch.set_num_threads(1)  # enough for such small networks
     torch.manual_seed(args.seed)
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16

@@ -2,8 +2,8 @@
 
     hororun -np 2 python examples/torch_imagenet.py --train-dir train --val-dir val
 
-The options are those of Horovod's example. After each epoch rank 0 writes a checkpoint, from
-which the script goes on when it is started again, also on another number of ranks.
+The options are those of Horovod's example. After each epoch rank 0 writes a checkpoint. A restarted
+script continues from it, also on another number of ranks.
 """
 
 import argparse
@@ -184,7 +184,7 @@ def main() -> None:
             saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             new = saves[epoch + 1].with_suffix(".new")
             torch.save(saved, new)
-            new.replace(saves[epoch + 1])  # there is never half a file
+            new.replace(saves[epoch + 1])  # the file is never incomplete
     hvd.shutdown()  # hvd
 
 

@@ -5,7 +5,7 @@
         --layers 12 --heads 12 --length 512 --bf16-allreduce
 
 Bytes need no vocabulary, so any text will do. Without --text it is a part of Newton's Opticks
-(1730), of whose last tenth the model sees nothing before it is tested.
+(1730); its last tenth is the test set.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Bert(nn.Module):
         self.bytes = nn.Embedding(257, width)
         self.places = nn.Parameter(0.02 * torch.randn(length, width))
         nn.init.normal_(self.bytes.weight, std=0.02)
-        # Shows each byte its neighbours at once; a byte alone says less than a word.
+        # Adds each byte's neighbours at once; a byte alone has less meaning than a word.
         self.neighbours = nn.Conv1d(width, width, kernel_size=9, padding=4)
         layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, dropout=0.1, activation="gelu", batch_first=True,
@@ -71,7 +71,7 @@ class Bert(nn.Module):
 def masked(
     text: torch.Tensor, count: int, length: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`count` random passages: as they are, as the model sees them, and where it must guess.
+    """`count` random passages: the original, the masked input, and the positions to guess.
 
     Of the bytes to be guessed, 80 % are masked, 10 % are others, and 10 % stay.
     """
@@ -87,7 +87,7 @@ def masked(
 
 
 def readable(tokens: torch.Tensor) -> str:
-    """Text, with _ for what is masked."""
+    """Text, with _ for masked bytes."""
     return "".join("_" if token == MASK else chr(token) for token in tokens.tolist())
 
 

@@ -1,9 +1,9 @@
-"""Images per second of a ResNet on made-up images, with the options of Horovod's benchmark.
+"""Images per second of a ResNet on synthetic images, with the options of Horovod's benchmark.
 
     python examples/torch_synthetic_benchmark.py                    # one process
     hororun -np 2 python examples/torch_synthetic_benchmark.py      # two
 
-Compare the total with the figure of one process to see how well it scales.
+Compare the total with the figure of one process to see the scaling.
 """
 
 import argparse

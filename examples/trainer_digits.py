@@ -2,7 +2,7 @@
 
     hororun -np 2 python examples/trainer_digits.py     # or by torchrun, mpirun
 
-The model is made here, from its configuration: nothing is downloaded.
+The model is built from its configuration: nothing is downloaded.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> None:
     args = parser.parse_args()
 
     dist.init_process_group("hororing")  # before TrainingArguments, which would choose gloo
-    torch.set_num_threads(1)  # such small images are not worth more
+    torch.set_num_threads(1)  # enough for such small images
     torch.manual_seed(1)
     train, test = random_split(Digits(), [0.8, 0.2])
     model = ViTForImageClassification(
