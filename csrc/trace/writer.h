@@ -16,7 +16,7 @@
 // complete records, so the array stays complete, even if the process is killed between two pages.
 //
 // pid = rank + 1, tid = 16 * rank + track + 1: viewers drop pid 0 and tid 0, and tids must be
-// unique over the whole file (facts/frameworks.md, section 7).
+// unique over the whole file.
 //
 // Viewers require that the spans of one tid nest. Those of the loop do. Callers may be several
 // threads, so a caller's span that would cross another one moves to another row of its rank
