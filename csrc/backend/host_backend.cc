@@ -45,7 +45,7 @@ Algorithm HostBackend::Choose(const Batch& batch) const {
   switch (options_.algorithm) {
     case Algorithm::kRing:
     case Algorithm::kRecursiveDoubling: return options_.algorithm;
-    default: break;  // where three phases cannot be had
+    default: break;  // three phases are not possible here
   }
   if (shape_.hosts == 1) return Algorithm::kAuto;
   return CheapestFlat(VolumeOf(batch), shape_, options_.wire);
