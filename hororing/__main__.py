@@ -98,7 +98,7 @@ def _try_allreduce() -> tuple[bool, str]:
         runtime.start(Launch())
         total = hvd.allreduce(np.arange(5, dtype=np.float32), op=hvd.Sum, name="info")
         hvd.shutdown()
-    except Exception as error:  # whatever it is belongs into the report
+    except Exception as error:  # any error belongs into the report
         return False, f"FAILED: {type(error).__name__}: {error}"
     if total.tolist() != [0, 1, 2, 3, 4]:
         return False, f"FAILED: wrong result {total.tolist()}"
@@ -146,7 +146,7 @@ def _mpi(missing: list[str]) -> list[str]:
 
 
 def _between_hosts() -> str:
-    """Tell what connects hosts in a job of this host, and why."""
+    """Describe the network between hosts for jobs of this host, and the reason."""
     chosen = config.load()["TRANSPORT"]
     if chosen != "auto":
         return f"HORORING_TRANSPORT={chosen}"

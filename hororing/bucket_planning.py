@@ -86,7 +86,7 @@ def finish_planned(ready_s: Numbers, sizes: Numbers, ends: list[int], cost: Cost
 
 
 def finish_unplanned(ready_s: Numbers, sizes: Numbers, cost: Cost) -> float:
-    """Do as `finish_planned` if each message sends what is ready when the previous one ends."""
+    """Like `finish_planned`, but each message sends all that is ready when the last one ends."""
     begin, finished_s = 0, 0.0
     while begin < len(ready_s):
         start_s = max(finished_s, float(ready_s[begin]))

@@ -113,7 +113,7 @@ job.at_shutdown(_forget_all)
 
 
 def register(process_set: ProcessSet | Sequence[int], *, internal: bool = False) -> ProcessSet:
-    """Do as `add_process_set`, also where sets are not dynamic.
+    """Like `add_process_set`, also if sets are not dynamic.
 
     `internal`: for a layer that needs a set of its own. The user may add the same ranks.
     """
@@ -236,7 +236,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def unregister(process_set: ProcessSet) -> bool:
-    """Do as `remove_process_set`, also where sets are not dynamic."""
+    """Like `remove_process_set`, also if sets are not dynamic."""
     process_set_id = process_set.process_set_id
     if process_set_id in (None, WORLD_SET):
         return False

@@ -90,7 +90,7 @@ def start(
     process_sets: Any = None,
     meet: Callable[[], Member] | None = None,
 ) -> None:
-    """Do as `init`, in a job launched by `started_by`.
+    """Like `init`, in a job launched by `started_by`.
 
     `meet` finds the ranks' store if the environment does not name one.
     """

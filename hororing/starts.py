@@ -29,7 +29,7 @@ _IN_HOME = ".hororing"
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks meet."""
+    """The rendezvous of the ranks."""
 
     rendezvous: str  # host:port, file:///directory, torch://host:port
     job: str

@@ -108,7 +108,7 @@ class InstallWhenUnpickled:
 
 
 def install() -> None:
-    """Let ``import horovod`` and its modules mean hororing, in this process and its workers.
+    """Map ``import horovod`` and its modules to hororing, in this process and its workers.
 
     Does nothing if called again.
 

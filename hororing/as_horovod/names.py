@@ -56,7 +56,7 @@ _AGGREGATION = (
 )
 _BUILD = "it describes how Horovod was built; python -m hororing info shows what works here"
 
-# What to do about missing names: a name and all names below it.
+# Remedies for missing names: for a name and all names below it.
 WAYS_OUT = {
     "horovod.runner": _LAUNCH,
     "horovod.spark": "there are no estimators: train in a function, by horovod.spark.run",
@@ -75,7 +75,7 @@ WAYS_OUT = {
 
 
 def remedy(name: str) -> str:
-    """Say what to do about a name that does not exist here."""
+    """Return the remedy for a name that does not exist here."""
     while name:
         if name in WAYS_OUT:
             return WAYS_OUT[name]

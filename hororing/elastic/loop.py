@@ -46,7 +46,7 @@ def run(func: Train) -> Train:
 
 
 def run_fn(func: Train, reset: Callable[[], None], convert: ConvertError = lambda e: e) -> Train:
-    """Do as `run`, with another function that forms the job again.
+    """Like `run`, with another function that forms the job again.
 
     `convert` converts an exception of a framework to ours, if it comes from hororing.
     """

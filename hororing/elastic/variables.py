@@ -81,7 +81,7 @@ class VariablesState(SteppedState):
 def send(arrays: Iterable[Array]) -> None:
     """Fill the arrays of all ranks with those of rank 0."""
     handles = [
-        # As bytes, because some weights have types that only Keras knows.
+        # As bytes, because some weights have types that only Keras has.
         hvd.broadcast_async_(each.reshape(-1).view(np.uint8), 0, name=f"elastic.state.{number}")
         for number, each in enumerate(arrays)
     ]

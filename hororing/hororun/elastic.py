@@ -120,14 +120,14 @@ class ElasticJob:
     # Reports of hosts
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
-        """As `Sink.output`."""
+        """Like `Sink.output`."""
         if stream == RESULT:
             self.answers[rank] += data
         else:
             self._output.write(rank, stream, data)
 
     def exited(self, rank: int, code: int) -> None:
-        """As `Sink.exited`."""
+        """Like `Sink.exited`."""
         process = self.processes[rank]
         if process.code is not None:
             return
@@ -466,7 +466,7 @@ class ElasticJob:
 
     @property
     def asked(self) -> int | None:
-        """As `Job.asked`."""
+        """Like `Job.asked`."""
         return self._ending.asked
 
     @property

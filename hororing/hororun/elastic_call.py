@@ -56,10 +56,10 @@ class EndedElastic:
             self.results = {rank: job.answers[each.number] for rank, each in enumerate(done)}
 
     def name(self, rank: int) -> str:
-        """As `Job.name`."""
+        """Like `Job.name`."""
         return self._job.processes[rank].name(False) if self._job.why else f"rank {rank}"
 
     def end_report(self, rank: int, code: int) -> list[str]:
-        """As `Job.end_report`."""
+        """Like `Job.end_report`."""
         lines = self._job.end_report(self._job.processes[rank])
         return [f"the job has failed: {self._job.why}", *lines]

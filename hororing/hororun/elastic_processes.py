@@ -92,7 +92,7 @@ def failures(failed: Sequence[ElasticProcess], started: int, generations: int, h
 
 
 def no_state(failed: Sequence[ElasticProcess]) -> str:
-    """Say that no process is left, with a hint if all ended with the first one."""
+    """Return a text: no process is left; with a hint if all ended with the first one."""
     text = "no process is left that has the state of the training"
     codes = [each.code or 0 for each in failed]
     if codes and codes[0] < 0 < max(codes):

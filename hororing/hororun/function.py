@@ -249,10 +249,10 @@ class Ended(Protocol):
     failed: tuple[int, int] | None
 
     def name(self, rank: int) -> str:
-        """As `Job.name`."""
+        """Like `Job.name`."""
 
     def end_report(self, rank: int, code: int) -> list[str]:
-        """As `Job.end_report`."""
+        """Like `Job.end_report`."""
 
 
 def results(job: Ended, size: int) -> list[Any]:

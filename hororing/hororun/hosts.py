@@ -47,7 +47,7 @@ class LocalHost:
         self._secret = secret
 
     def begin(self) -> None:
-        """As `job.Host.begin`."""
+        """Like `job.Host.begin`."""
         self.start(self.programs)
 
     def start(self, programs: Sequence[Program]) -> None:
@@ -65,15 +65,15 @@ class LocalHost:
             os.close(descriptor)
 
     def signal(self, number: int, rank: int | None = None) -> None:
-        """As `job.Host.signal`."""
+        """Like `job.Host.signal`."""
         self._ranks.signal(number, rank)
 
     def reap(self, rank: int) -> None:
-        """As `local.LocalRanks.reap`."""
+        """Like `local.LocalRanks.reap`."""
         self._ranks.reap(rank)
 
     def close(self) -> None:
-        """As `job.Host.close`."""
+        """Like `job.Host.close`."""
         self._ranks.close()
 
 
@@ -135,7 +135,7 @@ class RemoteHost:
         os.set_blocking(self._in.fileno(), False)
 
     def begin(self) -> None:
-        """As `job.Host.begin`. A failure is reported later, as the ranks' end."""
+        """Like `job.Host.begin`. A failure is reported later, as the ranks' end."""
         self._start(self.message)
 
     def start(self, programs: Sequence[Program]) -> None:
@@ -161,16 +161,16 @@ class RemoteHost:
             raise CannotStartError("the command and its variables are too long") from None
 
     def signal(self, number: int, rank: int | None = None) -> None:
-        """As `job.Host.signal`."""
+        """Like `job.Host.signal`."""
         if self.ready:
             self._send({"signal": number, "rank": rank})
 
     def reap(self, rank: int) -> None:
-        """As `local.LocalRanks.reap`."""
+        """Like `local.LocalRanks.reap`."""
         self._send({"reap": rank})
 
     def close(self) -> None:
-        """As `job.Host.close`. Waits some seconds until the agent has ended its ranks."""
+        """Like `job.Host.close`. Waits some seconds until the agent has ended its ranks."""
         if self._in.closed:
             return
         self._send({"close": True})

@@ -43,7 +43,7 @@ from hororing.keras.backends import backend
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Do as `hororing.elastic.run`, also for errors from compiled Keras functions."""
+    """Like `hororing.elastic.run`, also for errors from compiled Keras functions."""
     return run_fn(func, reset, lambda error: backend().convert_error(error))
 
 

@@ -96,7 +96,7 @@ def PartialDistributedOptimizer(
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
 ) -> Any:
-    """Do as `DistributedOptimizer`, but exclude the variables of `local_layers`.
+    """Like `DistributedOptimizer`, but without the variables of `local_layers`.
 
     `local_layers` is a layer, or a list of layers, that differ between ranks. Copies of the
     optimizer do not know them.

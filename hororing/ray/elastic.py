@@ -136,11 +136,11 @@ class _Actors:
         self._wakes, self._wake = socket.socketpair()
 
     def of(self, job: ElasticJob, name: str, ended: Callable[[str], None]) -> _Actors:
-        """As `make_host` of `ElasticJob`."""
+        """Like `make_host` of `ElasticJob`."""
         return self
 
     def found_by(self, job: ElasticJob, found: Found, failed: Callable[[str], None]) -> _Actors:
-        """As `make_discovery` of `ElasticJob`."""
+        """Like `make_discovery` of `ElasticJob`."""
         self._job, self._found = job, found
         job.selector.register(self._wakes, selectors.EVENT_READ, self._take)
         return self

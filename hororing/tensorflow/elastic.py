@@ -40,7 +40,7 @@ from hororing.tensorflow.steps import CountedSteps, count_steps_of
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Do as `hororing.elastic.run`, also for the errors that graphs raise."""
+    """Like `hororing.elastic.run`, also for the errors that graphs raise."""
     return run_fn(func, reset, convert_error)
 
 

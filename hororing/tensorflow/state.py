@@ -49,7 +49,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Do as `broadcast_variables`, and return the variables.
+    """Like `broadcast_variables`; returns the variables.
 
     Raises
     ------

@@ -172,7 +172,7 @@ def PartialDistributedGradientTape(
     scale_local_gradients: bool = True,
     weight: Any = None,
 ) -> Any:
-    """Do as `DistributedGradientTape`, but leave the gradients of `local_layers` on this rank.
+    """Like `DistributedGradientTape`, but gradients of `local_layers` stay on this rank.
 
     `local_layers` is a Keras layer, or a list of them; their trainable weights are local.
 

@@ -24,7 +24,7 @@ def from_parts(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def checked_tensor(tensor: Any, verb: str) -> tf.Tensor:
-    """Return what was given as a tensor that the core can take."""
+    """Return the argument as a tensor that the core can take."""
     if isinstance(tensor, (tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices)):
         remedy = (
             "use tf.sparse.to_dense" if isinstance(tensor, tf.SparseTensor)

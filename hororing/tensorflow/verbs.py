@@ -195,7 +195,7 @@ def grouped_allreduce(
     name: str | None = None,
     weight: Any = None,
 ) -> Any:
-    """Do as `allreduce` for several tensors under one name, all or none of them.
+    """Like `allreduce`, for several tensors under one name: all or none of them.
 
     Types and shapes may differ within the group; tf.IndexedSlices among them are reduced beside
     it. Returns a list; an empty list or None is returned as it is.
@@ -250,7 +250,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Do as `allgather` for several tensors under one name, all or none of them.
+    """Like `allgather`, for several tensors under one name: all or none of them.
 
     >>> all_weights, all_biases = hvd.grouped_allgather([weights, bias], name="both")
     """
@@ -368,7 +368,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """Do as `reducescatter` for several tensors under one name, all or none of them.
+    """Like `reducescatter`, for several tensors under one name: all or none of them.
 
     >>> parts = hvd.grouped_reducescatter([weights, bias], op=hvd.Sum, name="both")
     """

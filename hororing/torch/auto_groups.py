@@ -82,7 +82,7 @@ class AutoReducer(Reducer):
         super().pass_ended()
 
     def synchronize(self) -> None:
-        """Do as any reducer; until groups are found, also vote on whether to find them now.
+        """Like any reducer; until groups are found, also vote on whether to find them now.
 
         The vote is in `step()`, because ranks may run backward of different optimizers.
         """

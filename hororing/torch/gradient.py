@@ -195,7 +195,7 @@ class Gradient(PersistentAllreduce):
     def send_alone(
         self, grad: torch.Tensor | None, failures: list[Exception], begin_ns: int = 0
     ) -> None:
-        """As `send`, but append an error to `failures`; draw HOOK from `begin_ns`, if not 0."""
+        """Like `send`, but append an error to `failures`; draw HOOK from `begin_ns`, if not 0."""
         try:
             self.send(grad)
             if begin_ns:
@@ -255,7 +255,7 @@ class Gradient(PersistentAllreduce):
 
     @torch.no_grad()
     def _send_general(self, grad: torch.Tensor) -> None:
-        """As `send`, for gradients that are sparse, strided, grouped or compressed."""
+        """Like `send`, for gradients that are sparse, strided, grouped or compressed."""
         options = self.reducer.options
         is_sparse = grad.layout is torch.sparse_coo
         if is_sparse:
@@ -398,7 +398,7 @@ def describe_in_flight(names: list[str]) -> str:
 
 
 def send_together(queued: list[Gradient], pending: list[int], failures: list[Exception]) -> None:
-    """As `PlainTensors.send_gradients`, also for gradients on a device."""
+    """Like `PlainTensors.send_gradients`, also for gradients on a device."""
     plain: list[tuple[Gradient, torch.Tensor]] = []
     for gradient in queued:
         grad = gradient.take()

@@ -22,7 +22,7 @@ queue_callback: Final = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class Phase(Enum):
-    """What a reducer does, from one step to the next."""
+    """The phases of a reducer, from one step to the next."""
 
     IDLE = "no hook has fired since the last step"
     FILLING = "a hook has fired"

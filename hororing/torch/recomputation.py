@@ -14,7 +14,7 @@ Statistics = tuple[Any, torch.Tensor, torch.Tensor]
 
 
 def stored_statistics() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Have a checkpointed segment use the statistics again that its first pass computed::
+    """Make a checkpointed segment reuse the statistics that its first pass computed::
 
         checkpoint(block, x, use_reentrant=False, context_fn=stored_statistics)
 

@@ -427,7 +427,7 @@ class Reducer(Passes):
     # -- at a step ------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """As `finish`; make sure that newer reducers have reduced shared parameters."""
+        """Like `finish`; make sure that newer reducers have reduced shared parameters."""
         due = [other for other, count in self._newer.items() if other._reductions == count]
         if self.phase is not Phase.REDUCED:
             due.append(self)

@@ -55,7 +55,7 @@ def broadcast_from(root_rank: int) -> Send:
 
 
 def send_parameters(params: Any, send: Send) -> None:
-    """Do as `broadcast_parameters`, by another way to send."""
+    """Like `broadcast_parameters`, with another way to send."""
     named = _named(params)
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
@@ -148,7 +148,7 @@ def broadcast_optimizer_state(
 def send_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None, send: Send
 ) -> None:
-    """Do as `broadcast_optimizer_state`, by another way to send tensors."""
+    """Like `broadcast_optimizer_state`, with another way to send tensors."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             "broadcast_optimizer_state: optimizer must be a torch.optim.Optimizer, not "

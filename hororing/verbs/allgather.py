@@ -48,7 +48,7 @@ class Allgather(Requests[T]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> tuple[T, ...]:
-        """Do as `allgather` for several tensors under one name, all or none of them.
+        """Like `allgather`, for several tensors under one name: all or none of them.
 
         >>> scores, weights = hvd.grouped_allgather([scores, weights], name="of all")
         """

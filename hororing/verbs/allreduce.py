@@ -75,7 +75,7 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
         weight: float | None = None,
     ) -> T:
-        """Do as `allreduce`, into `tensor` itself, and return it.
+        """Like `allreduce`, but in place; returns `tensor`.
 
         >>> hvd.allreduce_(weights, name="weights")
         """
@@ -145,7 +145,7 @@ class Allreduce(Requests[T]):
         blocking: bool = False,
         weight: float | None = None,
     ) -> Any:
-        """Do as `reduce_async` with one tensor; fast if it is a plain one.
+        """Like `reduce_async` with one tensor; fast if it is a plain one.
 
         With `blocking`, pass the result to `collectives.result_of`.
         """
@@ -191,7 +191,7 @@ class Allreduce(Requests[T]):
         blocking: bool = False,
         weight: float | None = None,
     ) -> Any:
-        """Do as `start_one` with several tensors in place."""
+        """Like `start_one` with several tensors in place."""
         if average is not None:
             op = arguments.choose_op(op, average)
         tensors = tuple(tensors)
@@ -232,7 +232,7 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
         weight: float | None = None,
     ) -> list[T]:
-        """Do as `allreduce` for several tensors under one name, all or none of them.
+        """Like `allreduce`, for several tensors under one name: all or none of them.
 
         Data types and shapes may differ within the group. Returns a list.
 
@@ -263,7 +263,7 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
         weight: float | None = None,
     ) -> tuple[T, ...]:
-        """Do as `grouped_allreduce`, into the tensors themselves; returns a tuple of them.
+        """Like `grouped_allreduce`, but in place; returns a tuple of the tensors.
 
         >>> loss, scores = hvd.grouped_allreduce_([loss, scores], name="metrics")
         """

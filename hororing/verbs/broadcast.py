@@ -40,7 +40,7 @@ class Broadcast(Requests[T]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> T:
-        """Do as `broadcast`, into `tensor` itself, and return it.
+        """Like `broadcast`, but in place; returns `tensor`.
 
         >>> hvd.broadcast_(weights, root_rank=0, name="weights")
         """

@@ -71,7 +71,7 @@ class Reducescatter(Requests[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> list[T]:
-        """Do as `reducescatter` for several tensors under one name, all or none of them.
+        """Like `reducescatter`, for several tensors under one name: all or none of them.
 
         >>> parts = hvd.grouped_reducescatter([scores, weights], name="parts", op=hvd.Sum)
         """

@@ -49,7 +49,7 @@ class Requests(Generic[T]):
         streams: Sequence[int] | None = None,
         **rest: Any,
     ) -> int:
-        """Do as `collectives.submit`.
+        """Like `collectives.submit`.
 
         For tensors on a device, what this thread computes after `finish` comes after the results,
         and so does later work in the streams in which they were computed or submitted: their memory

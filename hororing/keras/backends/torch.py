@@ -70,7 +70,7 @@ def stepper() -> Stepper:
 
 
 def not_rewritten(function: F) -> F:
-    """Let torch.compile compile the code around it."""
+    """Make torch.compile compile only the code around it."""
     untraced: Any = torch.compiler.disable
     return untraced(function)  # type: ignore[no-any-return]
 

@@ -14,7 +14,7 @@ from hororing.keras.callbacks import (
 
 
 class BestModelCheckpoint(callbacks.BestModelCheckpoint):
-    """As hororing.keras.callbacks.BestModelCheckpoint."""
+    """Like hororing.keras.callbacks.BestModelCheckpoint."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class Distributed(WithoutWeight):
         return super().aggregate_gradients(self._reduced(grads_and_vars))  # type: ignore[misc]
 
     def _aggregate_gradients(self, grads_and_vars: Pairs) -> Any:
-        """As `aggregate_gradients`: the name in legacy optimizers."""
+        """Like `aggregate_gradients`: the name in legacy optimizers."""
         return super()._aggregate_gradients(self._reduced(grads_and_vars))  # type: ignore[misc]
 
     def apply_gradients(self, grads_and_vars: Pairs, *args: Any, **kwargs: Any) -> Any:

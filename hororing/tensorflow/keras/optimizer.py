@@ -23,7 +23,7 @@ else:
     def PartialDistributedOptimizer(
         optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any
     ) -> Any:
-        """As `DistributedOptimizer`, without the variables of one layer or a list of layers."""
+        """Like `DistributedOptimizer`, without the variables of one layer or a list of layers."""
         several = local_layers if isinstance(local_layers, list | tuple) else [local_layers]
         weights_of(local_layers)  # ValueError for what is no layer
         distributed = DistributedOptimizer(optimizer, *args, **kwargs)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-# Unnamed calls are counted (hororing/names.py); what repeats in every step is what they have alike.
+# Unnamed calls are counted (hororing/names.py); without the number, names repeat in every step.
 _COUNTED = re.compile(r"\.noname\.\d+")
 
 

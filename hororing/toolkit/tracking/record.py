@@ -216,7 +216,7 @@ def _gathered(mine: Any) -> list[Any]:
 def _number(what: str, value: Any, kind: Callable[[Any], float] = float) -> float:
     try:
         return kind(value)
-    except Exception as error:  # whatever the conversion of a framework's tensor raises
+    except Exception as error:  # any error of converting a framework's tensor
         raise ValueError(f"{what} must be one number, not {value!r:.80}: {error}") from None
 
 

@@ -38,7 +38,7 @@ class Hosts:
         return _wait_for(self._inside)
 
     def leaders(self) -> ProcessSet | None:
-        """As `inside`, for the leaders of all hosts; None: one host, or this rank does not lead."""
+        """Like `inside`, for all hosts' leaders; None: one host, or this rank does not lead."""
         return _wait_for(self._leaders)
 
 

@@ -72,7 +72,7 @@ class CompressingReducer(Reducer):
         self.follow()
 
     def follow(self) -> list[Entry]:
-        """As `Reducer.follow`; put new parameters into buckets."""
+        """Like `Reducer.follow`; put new parameters into buckets."""
         entries = super().follow()
         if entries is not self._arranged and self._gradients:
             self._arranged = entries

@@ -50,7 +50,7 @@ class Exchanges(Group):
     def allgather_coalesced(
         self, name: str, outputs: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Do as `allgather` with several tensors, which are lists of `outputs` by rank."""
+        """Like `allgather` with several tensors, which are lists of `outputs` by rank."""
         opts = opts or dist.AllgatherOptions()
         self._check_count("all_gather_coalesced", "lists of outputs", outputs)
         if any(len(each) != len(inputs) for each in outputs):
@@ -107,7 +107,7 @@ class Exchanges(Group):
     def allgather_into_tensor_coalesced(
         self, name: str, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Do as `_allgather_base` with several tensors, in one request."""
+        """Like `_allgather_base` with several tensors, in one request."""
         opts = opts or dist.AllgatherOptions()
         return self._gather_into("all_gather_into_tensor_coalesced", name, outputs, inputs, opts)
 

@@ -150,7 +150,7 @@ class Reductions(Group):
     def reduce_scatter_tensor_coalesced(
         self, name: str, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Do as `_reduce_scatter_base` with several tensors, in one request."""
+        """Like `_reduce_scatter_base` with several tensors, in one request."""
         opts = opts or dist.ReduceScatterOptions()
         return self._scatter_tensors("reduce_scatter_tensor_coalesced", name, outputs, inputs, opts)
 

@@ -88,7 +88,7 @@ class Work(_Work):
             self.expire(timeout_s)
 
     def synchronize(self) -> None:
-        """Do as `wait`."""
+        """Like `wait`."""
         self.wait()
 
     def complete(self) -> bool:

@@ -75,7 +75,7 @@ class StateHandler:
         raise NotImplementedError
 
     def sync_marked(self) -> None:
-        """Do as `sync`, with the contents that `mark` copies."""
+        """Like `sync`, with the contents that `mark` copies."""
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:

@@ -102,7 +102,7 @@ class Layerwise(keras.Optimizer):  # type: ignore[misc]  # Keras declares no typ
         self.assign(variable, short)
 
     def _change(self, at: int, weight: Any, gradient: Any, rate: Any) -> Any:
-        """Return what is subtracted from `weight`, the optimizer's variable number `at`."""
+        """Return the change to subtract from `weight`, the optimizer's variable number `at`."""
         raise NotImplementedError("a layerwise optimizer needs _change(at, weight, gradient, rate)")
 
     def get_config(self) -> dict[str, Any]:

@@ -54,5 +54,5 @@ class ScheduleLR(LRScheduler):
         return [rate * factor for factor in [*self.factors, *[1.0] * added]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is saved: everything but the schedule."""
+        """Return the saved state: everything but the schedule."""
         return {key: value for key, value in super().state_dict().items() if key != "schedule"}

@@ -1,4 +1,4 @@
-"""Where this process stands, by the variables of its launcher: known before `init`."""
+"""Rank and size by the variables of the launcher, even before `init`."""
 
 from hororing import launch
 
