@@ -11,15 +11,20 @@
 
 using namespace hororing;
 
+namespace {
+
+Status NoHandle(int64_t handle) {
+  return Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle));
+}
+
+}  // namespace
+
 HR_EXPORT int hr_poll(int64_t handle) {
   if (InForkedChild()) return -Remember(NotInitialized());
   const std::shared_ptr<Engine> engine = CurrentEngine();
-  switch (engine != nullptr ? engine->Poll(handle) : Handles()->Poll(handle)) {
-    case HandleState::kPending: return 0;
-    case HandleState::kDone: return 1;
-    case HandleState::kUnknown: break;
-  }
-  return -Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
+  const HandleState state = engine != nullptr ? engine->Poll(handle) : Handles()->Poll(handle);
+  if (state == HandleState::kUnknown) return -Remember(NoHandle(handle));
+  return state == HandleState::kDone ? 1 : 0;
 }
 
 HR_EXPORT int64_t hr_next_completion(int64_t seen, double timeout_s) {
@@ -34,18 +39,10 @@ HR_EXPORT int hr_wait(int64_t handle, double timeout_s) {
   Status status;
   const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
   const std::shared_ptr<Engine> engine = CurrentEngine();
-  HandleState state;
-  if (engine != nullptr) {
-    state = engine->Wait(handle, timeout, &status);
-  } else {
-    state = Handles()->Wait(handle, timeout, &status);
-  }
-  switch (state) {
-    case HandleState::kPending: return HR_PENDING;
-    case HandleState::kDone: return Remember(status);
-    case HandleState::kUnknown: break;
-  }
-  return Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
+  const HandleState state = engine != nullptr ? engine->Wait(handle, timeout, &status)
+                                              : Handles()->Wait(handle, timeout, &status);
+  if (state == HandleState::kPending) return HR_PENDING;
+  return Remember(state == HandleState::kDone ? status : NoHandle(handle));
 }
 
 HR_EXPORT int hr_wait_many(const int64_t* handles, int32_t count, double timeout_s,
@@ -93,6 +90,5 @@ HR_EXPORT void hr_free(uintptr_t data) { std::free(reinterpret_cast<void*>(data)
 
 HR_EXPORT int hr_release(int64_t handle) {
   if (InForkedChild()) return Remember(NotInitialized());
-  if (Handles()->Release(handle)) return HR_OK;
-  return Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
+  return Remember(Handles()->Release(handle) ? Status::Ok() : NoHandle(handle));
 }
