@@ -110,7 +110,7 @@ def allreduce(
 def _refuse_weight(weight: Any) -> None:
     if weight is not None:
         raise NotImplementedError(
-            "allreduce: there is no weight for tf.IndexedSlices; use tf.convert_to_tensor"
+            "allreduce: weight cannot be used with tf.IndexedSlices; use tf.convert_to_tensor"
         )
 
 
@@ -130,7 +130,7 @@ def _allreduce_sparse(
         )
     if factors != (1.0, 1.0):
         raise NotImplementedError(
-            "allreduce: there is no prescale_factor and no postscale_factor for tf.IndexedSlices; "
+            "allreduce: prescale_factor and postscale_factor cannot be used with tf.IndexedSlices; "
             "scale its values, or use tf.convert_to_tensor"
         )
     call = autograd.Call(request_name("allreduce", name, process_set), process_set)

@@ -170,10 +170,10 @@ class Gradient(PersistentAllreduce):
         if self.state == SENT:
             self.reducer.gradient_repeated(self)
             raise AssertionError(
-                f"gradient of '{self.name}' came again in the same backward pass while it was "
-                "being reduced: several reentrant checkpoints use this parameter, which did not "
-                "happen in the passes before. Call optimizer.synchronize() and start the step "
-                "again: the optimizer knows it now. Or pass use_reentrant=False to the checkpoints"
+                f"gradient of '{self.name}' was accumulated again in the same backward pass while "
+                "it was being reduced: several reentrant checkpoints use this parameter, which "
+                "did not happen in earlier passes. Call optimizer.synchronize() and start the "
+                "step again, which handles this now. Or pass use_reentrant=False to the checkpoints"
             )
 
     def reclassify(self) -> None:

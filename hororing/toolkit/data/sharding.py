@@ -209,7 +209,7 @@ class Shard:
             if mine != theirs:
                 raise ValueError(
                     f"Shard.merge: states differ in (samples, seed, epoch): {theirs} is not "
-                    f"{mine}; make shards and set epochs alike on all processes"
+                    f"{mine}; use the same arguments and epoch on all processes"
                 )
         for state in states:
             self.record(state["processed"])

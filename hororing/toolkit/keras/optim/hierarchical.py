@@ -374,8 +374,8 @@ def HierarchicalSGD(
 
     if is_elastic():
         raise ValueError(
-            f"{WHAT}: with Keras not in an elastic job, where ranks that come later would wait for "
-            "the others to make it, too: use DistributedOptimizer, or start a job of fixed size"
+            f"{WHAT}: with Keras not in an elastic job, in which new ranks would wait for the "
+            "others to create it, too: use DistributedOptimizer, or start a job of fixed size"
         )
     plan = make_plan(request, check)
     settings = checked[0]
