@@ -18,48 +18,43 @@ namespace {
 
 // ---- which kernels ----------------------------------------------------------------------
 
-// Best first. Null where the processor lacks the instructions.
-constexpr int kSets = 3;
-struct KernelSets {
-  const KernelTable* tables[kSets];
-};
-
 #if defined(__x86_64__)
 bool HasF16c() {
   // Not every compiler's __builtin_cpu_supports knows this feature.
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
 }
-KernelSets FindKernels() {
+#endif
+
+// Those whose instructions the processor has, best first.
+std::vector<const KernelTable*> FindKernels() {
+  std::vector<const KernelTable*> tables;
+#if defined(__x86_64__)
   __builtin_cpu_init();
   // -mfma is among the flags of both files.
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && HasF16c();
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl");
-  return {{avx512 ? &kAvx512Kernels : nullptr, avx2 ? &kAvx2Kernels : nullptr, &kPortableKernels}};
-}
-#else
-KernelSets FindKernels() { return {{nullptr, nullptr, &kPortableKernels}}; }
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    tables.push_back(&kAvx512Kernels);
+  }
+  if (avx2) tables.push_back(&kAvx2Kernels);
 #endif
+  tables.push_back(&kPortableKernels);
+  return tables;
+}
 
-const KernelSets& Available() {
-  static const KernelSets sets = FindKernels();
-  return sets;
+const std::vector<const KernelTable*>& Available() {
+  static const std::vector<const KernelTable*> tables = FindKernels();
+  return tables;
 }
 
 // One per process: HORORING_KERNELS and tests change it, and every choice gives the same bits.
 std::atomic<const KernelTable*>& ChosenTable() {
-  static std::atomic<const KernelTable*> chosen{[] {
-    for (const KernelTable* table : Available().tables) {
-      if (table != nullptr) return table;
-    }
-    return &kPortableKernels;
-  }()};
+  static std::atomic<const KernelTable*> chosen{Available().front()};
   return chosen;
 }
 
-const KernelTable& Kernels() { return KernelsNow(); }
+const KernelTable& Kernels() { return *ChosenTable().load(std::memory_order_relaxed); }
 
 // ---- the spec ---------------------------------------------------------------------------
 
@@ -91,8 +86,8 @@ double DivisorOf(const ReduceSpec& spec, int divisor) {
 
 void Reduce(DataType dtype, Arithmetic arithmetic, const Factors& factors, void* result,
             const void* const* sources, int count, size_t n) {
-  Kernels().reduce[static_cast<int>(dtype)][static_cast<int>(arithmetic)](factors, result, sources,
-                                                                          count, n);
+  Kernels().reduce[static_cast<int>(dtype)].of[static_cast<int>(arithmetic)](factors, result,
+                                                                             sources, count, n);
 }
 
 // Only of sources with a weight: 0 times infinity would be NaN.
@@ -131,27 +126,8 @@ bool IsFloating(DataType dtype) {
   return IsShortFloat(dtype) || dtype == DataType::kFloat32 || dtype == DataType::kFloat64;
 }
 
-const KernelTable& KernelsNow() { return *ChosenTable().load(std::memory_order_relaxed); }
-
 Status Check(const ReduceSpec& spec) {
   const std::string what = std::string(Name(spec.op)) + " of " + Name(spec.dtype);
-  if (static_cast<int>(spec.dtype) >= kDataTypeCount) {
-    return Status(Code::kInvalidArgument,
-                  "there is no dtype number " + std::to_string(static_cast<int>(spec.dtype)));
-  }
-  switch (spec.op) {
-    case ReduceOp::kAverage:
-    case ReduceOp::kSum:
-    case ReduceOp::kMin:
-    case ReduceOp::kMax:
-    case ReduceOp::kProduct: break;
-    case ReduceOp::kAdasum:
-      return Status(Code::kInvalidArgument,
-                    "Adasum is not supported here; use Average, Sum, Min, Max or Product");
-    default:
-      return Status(Code::kInvalidArgument,
-                    "there is no reduce op number " + std::to_string(static_cast<int>(spec.op)));
-  }
   if (!std::isfinite(spec.prescale) || !std::isfinite(spec.postscale)) {
     return Status(Code::kInvalidArgument,
                   what + ": the scale factors must be finite, not prescale " + Text(spec.prescale) +
@@ -301,8 +277,8 @@ void FillNeutral(const ReduceSpec& spec, void* data, size_t n) {
 }
 
 bool SetKernels(const char* name) {
-  for (const KernelTable* table : Available().tables) {
-    if (table != nullptr && std::strcmp(table->name, name) == 0) {
+  for (const KernelTable* table : Available()) {
+    if (std::strcmp(table->name, name) == 0) {
       ChosenTable().store(table, std::memory_order_relaxed);
       return true;
     }

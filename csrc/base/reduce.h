@@ -47,7 +47,7 @@ struct ReduceSpec {
   }
 };
 
-// kInvalidArgument with a reason if `spec` is invalid (Average of bool, ...).
+// kInvalidArgument with a reason if `spec` is invalid (Average of bool, ...). Not for Adasum.
 Status Check(const ReduceSpec& spec);
 
 // True when partial results must not be rounded to the element type between two sources:

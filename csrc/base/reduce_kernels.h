@@ -27,14 +27,14 @@ constexpr int kArithmeticCount = 4;
 
 struct KernelTable {
   const char* name;
-  ReduceFunction reduce[kDataTypeCount][kArithmeticCount];
+  struct Row {
+    ReduceFunction of[kArithmeticCount];  // by Arithmetic
+  };
+  Row reduce[kDataTypeCount];
   // 16-bit floats, one source: to a float32 accumulator and back. Start and finish of Partials.
   ReduceFunction widen_float16, widen_bfloat16;
   ReduceFunction narrow_float16, narrow_bfloat16;
 };
-
-// The table in use.
-const KernelTable& KernelsNow();
 
 extern const KernelTable kPortableKernels;
 extern const KernelTable kAvx2Kernels;    // x86-64 only: AVX2, F16C

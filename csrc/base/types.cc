@@ -1,84 +1,36 @@
 #include "base/types.h"
 
+#include <cctype>
+#include <iterator>
+
 namespace hororing {
+namespace {
 
-// The switches below have no default, so that a new enumerator causes a compiler warning. The
-// values after them are for invalid numbers from outside.
+// By DataType, ReduceOp and Collective. Numbers from outside are checked where they come in.
+constexpr struct {
+  const char* name;
+  size_t bytes;
+} kTypes[] = {{"uint8", 1},   {"int8", 1},  {"uint16", 2},  {"int16", 2},
+              {"int32", 4},   {"int64", 8}, {"float16", 2}, {"float32", 4},
+              {"float64", 8}, {"bool", 1},  {"bfloat16", 2}};
+constexpr const char* kOps[] = {"Average", "Sum", "Adasum", "Min", "Max", "Product"};
+constexpr const char* kCollectives[] = {"allreduce", "allgather",       "broadcast",
+                                        "barrier",   "alltoall",        "reducescatter",
+                                        "join",      "add_process_set", "remove_process_set"};
+static_assert(std::size(kTypes) == kDataTypeCount && std::size(kOps) == kReduceOpCount &&
+              std::size(kCollectives) == static_cast<size_t>(Collective::kRemoveProcessSet) + 1);
 
-size_t ElementSize(DataType dtype) {
-  switch (dtype) {
-    case DataType::kUint8:
-    case DataType::kInt8:
-    case DataType::kBool: return 1;
-    case DataType::kUint16:
-    case DataType::kInt16:
-    case DataType::kFloat16:
-    case DataType::kBfloat16: return 2;
-    case DataType::kInt32:
-    case DataType::kFloat32: return 4;
-    case DataType::kInt64:
-    case DataType::kFloat64: return 8;
-  }
-  return 0;
-}
+}  // namespace
 
-const char* Name(DataType dtype) {
-  switch (dtype) {
-    case DataType::kUint8: return "uint8";
-    case DataType::kInt8: return "int8";
-    case DataType::kUint16: return "uint16";
-    case DataType::kInt16: return "int16";
-    case DataType::kInt32: return "int32";
-    case DataType::kInt64: return "int64";
-    case DataType::kFloat16: return "float16";
-    case DataType::kFloat32: return "float32";
-    case DataType::kFloat64: return "float64";
-    case DataType::kBool: return "bool";
-    case DataType::kBfloat16: return "bfloat16";
-  }
-  return "unknown dtype";
-}
+size_t ElementSize(DataType dtype) { return kTypes[static_cast<size_t>(dtype)].bytes; }
+const char* Name(DataType dtype) { return kTypes[static_cast<size_t>(dtype)].name; }
+const char* Name(ReduceOp op) { return kOps[static_cast<size_t>(op)]; }
+const char* Name(Collective kind) { return kCollectives[static_cast<size_t>(kind)]; }
 
-const char* Name(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kAverage: return "Average";
-    case ReduceOp::kSum: return "Sum";
-    case ReduceOp::kAdasum: return "Adasum";
-    case ReduceOp::kMin: return "Min";
-    case ReduceOp::kMax: return "Max";
-    case ReduceOp::kProduct: return "Product";
-  }
-  return "unknown op";
-}
-
-const char* Name(Collective kind) {
-  switch (kind) {
-    case Collective::kAllreduce: return "allreduce";
-    case Collective::kAllgather: return "allgather";
-    case Collective::kBroadcast: return "broadcast";
-    case Collective::kBarrier: return "barrier";
-    case Collective::kAlltoall: return "alltoall";
-    case Collective::kReducescatter: return "reducescatter";
-    case Collective::kJoin: return "join";
-    case Collective::kAddProcessSet: return "add_process_set";
-    case Collective::kRemoveProcessSet: return "remove_process_set";
-  }
-  return "unknown collective";
-}
-
-const char* UpperName(Collective kind) {
-  switch (kind) {
-    case Collective::kAllreduce: return "ALLREDUCE";
-    case Collective::kAllgather: return "ALLGATHER";
-    case Collective::kBroadcast: return "BROADCAST";
-    case Collective::kBarrier: return "BARRIER";
-    case Collective::kAlltoall: return "ALLTOALL";
-    case Collective::kReducescatter: return "REDUCESCATTER";
-    case Collective::kJoin: return "JOIN";
-    case Collective::kAddProcessSet: return "ADD_PROCESS_SET";
-    case Collective::kRemoveProcessSet: return "REMOVE_PROCESS_SET";
-  }
-  return "UNKNOWN COLLECTIVE";
+std::string UpperName(Collective kind) {
+  std::string name = Name(kind);
+  for (char& letter : name) letter = static_cast<char>(std::toupper(letter));
+  return name;
 }
 
 std::string ShapeText(const std::vector<int64_t>& shape) {

@@ -61,11 +61,12 @@ inline bool IsGathering(Collective kind) {
 // To a multiple of `unit`.
 inline size_t RoundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
+// REQUIRES of these: a valid number.
 size_t ElementSize(DataType dtype);
 const char* Name(DataType dtype);                          // "float32"
 const char* Name(ReduceOp op);                             // "Average"
 const char* Name(Collective kind);                         // "allreduce"
-const char* UpperName(Collective kind);                    // "ALLREDUCE", as in the timeline
+std::string UpperName(Collective kind);                    // "ALLREDUCE", as in the timeline
 std::string ShapeText(const std::vector<int64_t>& shape);  // "[256, 128]"
 
 // A tensor as the core sees it: contiguous memory that the caller owns and keeps alive until the

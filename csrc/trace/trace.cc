@@ -3,19 +3,11 @@
 #include <utility>
 
 namespace hororing {
+
 const char* Name(Stage stage) {
-  switch (stage) {
-    case Stage::kHook: return "HOOK";
-    case Stage::kView: return "VIEW";
-    case Stage::kSubmit: return "SUBMIT";
-    case Stage::kNegotiate: return "NEGOTIATE";
-    case Stage::kPlan: return "PLAN";
-    case Stage::kPack: return "PACK";
-    case Stage::kReduce: return "REDUCE";
-    case Stage::kUnpack: return "UNPACK";
-    case Stage::kComplete: return "COMPLETE";
-  }
-  return "?";
+  constexpr const char* kNames[] = {"HOOK", "VIEW",   "SUBMIT", "NEGOTIATE", "PLAN",
+                                    "PACK", "REDUCE", "UNPACK", "COMPLETE"};
+  return kNames[static_cast<size_t>(stage)];
 }
 
 void TraceSink::Enable(bool mark_cycles) {
