@@ -13,9 +13,9 @@ Status CudaApi::Load(const std::string& paths, CudaApi* api) {
   if (!missing.empty()) {
     return Status(Code::kInvalidArgument, where + " lacks" + missing + "; CUDA 11.2 has them");
   }
-  Status status = api->Check(api->init(0), "cuInit");
-  if (status.ok()) status = api->Check(api->driver_get_version(&api->version), "version");
-  if (status.ok()) status = api->Check(api->device_get_count(&api->devices), "cuDeviceGetCount");
+  Status status = api->Call(api->init, 0);
+  if (status.ok()) status = api->Call(api->driver_get_version, &api->version);
+  if (status.ok()) status = api->Call(api->device_get_count, &api->devices);
   if (!status.ok()) return Status(Code::kInvalidArgument, where + ": " + status.message());
   if (api->version < kMinCudaVersion) {
     return Status(Code::kInvalidArgument, where + " is made for CUDA " +
@@ -29,25 +29,17 @@ Status CudaApi::Load(const std::string& paths, CudaApi* api) {
   return Status::Ok();
 }
 
-Status CudaApi::Check(CuResult result, const char* call) const {
+Status CudaApi::Check(CuResult result, const std::string& call) const {
   if (result == kCuSuccess) return Status::Ok();
   const char *name = nullptr, *text = nullptr;
   if (get_error_name(result, &name) != kCuSuccess || name == nullptr) name = "unknown error";
   if (get_error_string(result, &text) != kCuSuccess || text == nullptr) text = "CUDA failed";
-  const std::string what =
-      std::string(call) + ": " + text + " (" + name + ", " + std::to_string(result) + ")";
+  const std::string what = call.substr(0, call.find('_')) + ": " + text + " (" + name + ", " +
+                           std::to_string(result) + ")";
   if (result < kCuFirstCaptureError || result > kCuLastCaptureError) {
     return Status(Code::kTransport, what);
   }
   return Status(Code::kInvalidArgument, CapturedText() + "; " + what);
-}
-
-Status CudaApi::CheckMemory(CuResult result, const char* call, size_t bytes) const {
-  const Status status = Check(result, call);
-  if (status.ok()) return status;
-  return Status(status.code(), status.message() + ", for " + std::to_string(bytes) +
-                                   " bytes; the framework may hold what is free in its cache: "
-                                   "leave more memory to others, or communicate less at a time");
 }
 
 std::string CapturedText() {

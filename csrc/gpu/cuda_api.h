@@ -100,11 +100,14 @@ struct CudaApi {
   // it is too old, or if it finds no device.
   static Status Load(const std::string& paths, CudaApi* api);
 
-  // kTransport: "cuMemAllocAsync: out of memory (CUDA_ERROR_OUT_OF_MEMORY, 2)"; kInvalidArgument if
-  // the cause is that the framework captures its stream into a graph.
-  Status Check(CuResult result, const char* call) const;
-  // The same for an allocation.
-  Status CheckMemory(CuResult result, const char* call, size_t bytes) const;
+  // Calls a function. kTransport: "cuMemAllocAsync: out of memory (CUDA_ERROR_OUT_OF_MEMORY, 2)";
+  // kInvalidArgument if the cause is that the framework captures its stream into a graph.
+  template <typename Function, typename... Arguments>
+  Status Call(const Function& function, Arguments... arguments) const {
+    return Check(function(arguments...), function.name());
+  }
+  // The same for a result of `call`, which may have a version suffix.
+  Status Check(CuResult result, const std::string& call) const;
 };
 
 // Tells the user what to do about a collective while a graph is captured.

@@ -29,6 +29,14 @@ constexpr char kKernels[] =
 
 CuAddress AddressOf(const void* memory) { return reinterpret_cast<CuAddress>(memory); }
 
+// `status` of an allocation, with advice.
+Status Advised(const Status& status, size_t bytes) {
+  if (status.ok()) return status;
+  return Status(status.code(), status.message() + ", for " + std::to_string(bytes) +
+                                   " bytes; the framework may hold what is free in its cache: "
+                                   "leave more memory to others, or communicate less at a time");
+}
+
 }  // namespace
 
 // Errors are ignored: they mean that the context is lost, and the next call reports that.
@@ -42,14 +50,12 @@ Status DeviceEvent::Poll(bool* reached) const {
   HORORING_RETURN_IF_ERROR(current.status());
   const CuResult result = device_->api().event_query(event_);
   *reached = result == kCuSuccess;
-  return result == kCuNotReady ? Status::Ok() : device_->api().Check(result, "cuEventQuery");
+  if (result == kCuNotReady) return Status::Ok();
+  return device_->api().Check(result, device_->api().event_query.name());
 }
 
 Status DeviceEvent::StreamWait(CuStream stream) const {
-  const Device::Current current(*device_);
-  HORORING_RETURN_IF_ERROR(current.status());
-  return device_->api().Check(device_->api().stream_wait_event(stream, event_, 0),
-                              "cuStreamWaitEvent");
+  return device_->Call(device_->api().stream_wait_event, stream, event_, 0);
 }
 
 DeviceMemory::~DeviceMemory() {
@@ -62,8 +68,7 @@ Status DeviceMemory::MoveTo(void* to, size_t bytes, CuStream stream) {
   const Device::Current current(*device_);
   HORORING_RETURN_IF_ERROR(current.status());
   const CudaApi& api = device_->api();
-  HORORING_RETURN_IF_ERROR(
-      api.Check(api.copy_on_device(AddressOf(to), address_, bytes, stream), "cuMemcpyDtoDAsync"));
+  HORORING_RETURN_IF_ERROR(api.Call(api.copy_on_device, AddressOf(to), address_, bytes, stream));
   return device_->ReleaseMemory(std::exchange(address_, 0), stream);
 }
 
@@ -73,7 +78,7 @@ PinnedMemory::~PinnedMemory() {
 }
 
 Device::Current::Current(const Device& device) : device_(device) {
-  status_ = device.api_->Check(device.api_->ctx_push(device.context_), "cuCtxPushCurrent");
+  status_ = device.api_->Call(device.api_->ctx_push, device.context_);
   if (status_.ok()) device.api_->exchange_capture_mode(&capture_mode_);
 }
 
@@ -99,33 +104,27 @@ Status Device::Open(std::shared_ptr<const CudaApi> api, int ordinal,
 
 Status Device::Start() {
   const CudaApi& api = *api_;
-  HORORING_RETURN_IF_ERROR(api.Check(api.device_get(&device_, ordinal_), "cuDeviceGet"));
+  HORORING_RETURN_IF_ERROR(api.Call(api.device_get, &device_, ordinal_));
   char text[256] = "";
-  HORORING_RETURN_IF_ERROR(
-      api.Check(api.device_get_name(text, sizeof text, device_), "cuDeviceGetName"));
+  HORORING_RETURN_IF_ERROR(api.Call(api.device_get_name, text, int{sizeof text}, device_));
   name_ = text;
-  HORORING_RETURN_IF_ERROR(api.Check(api.device_get_uuid(&uuid_, device_), "cuDeviceGetUuid"));
+  HORORING_RETURN_IF_ERROR(api.Call(api.device_get_uuid, &uuid_, device_));
   // The framework uses the same context.
-  HORORING_RETURN_IF_ERROR(
-      api.Check(api.primary_ctx_retain(&context_, device_), "cuDevicePrimaryCtxRetain"));
+  HORORING_RETURN_IF_ERROR(api.Call(api.primary_ctx_retain, &context_, device_));
   const Current current(*this);
   HORORING_RETURN_IF_ERROR(current.status());
   int least = 0, greatest = 0;
-  HORORING_RETURN_IF_ERROR(
-      api.Check(api.ctx_priorities(&least, &greatest), "cuCtxGetStreamPriorityRange"));
-  HORORING_RETURN_IF_ERROR(api.Check(api.stream_create(&stream_, kCuStreamNonBlocking, greatest),
-                                     "cuStreamCreateWithPriority"));
+  HORORING_RETURN_IF_ERROR(api.Call(api.ctx_priorities, &least, &greatest));
+  HORORING_RETURN_IF_ERROR(api.Call(api.stream_create, &stream_, kCuStreamNonBlocking, greatest));
   int pools = 0;
   const CuResult asked = api.device_get_attribute(&pools, kCuMemoryPoolsSupported, device_);
   has_pools_ = asked == kCuSuccess && pools != 0;
   if (!has_pools_) {
     Log(LogLevel::kInfo, name_ + " has no memory pools: gathers allocate their results anew");
   }
-  const Status loaded = api.Check(api.module_load_data(&module_, kKernels), "cuModuleLoadData");
-  Status found = loaded;
+  Status found = api.Call(api.module_load_data, &module_, kKernels);
   if (found.ok()) {
-    found = api.Check(api.module_get_function(&copy_many_, module_, "hororing_copy_many"),
-                      "cuModuleGetFunction");
+    found = api.Call(api.module_get_function, &copy_many_, module_, "hororing_copy_many");
   }
   if (!found.ok()) {
     Log(LogLevel::kInfo, "tensors are packed one by one on " + name_ + ": " + found.message());
@@ -144,11 +143,8 @@ Device::~Device() {
 }
 
 Status Device::RefuseCaptured(CuStream stream) const {
-  const Current current(*this);
-  HORORING_RETURN_IF_ERROR(current.status());
   int capturing = kCuStreamCaptureStatusNone;
-  HORORING_RETURN_IF_ERROR(
-      api_->Check(api_->stream_is_capturing(stream, &capturing), "cuStreamIsCapturing"));
+  HORORING_RETURN_IF_ERROR(Call(api_->stream_is_capturing, stream, &capturing));
   if (capturing == kCuStreamCaptureStatusNone) return Status::Ok();
   return Status(Code::kInvalidArgument, CapturedText());
 }
@@ -158,33 +154,24 @@ Status Device::Record(CuStream stream, std::shared_ptr<DeviceEvent>* event) cons
   const Current current(*this);
   HORORING_RETURN_IF_ERROR(current.status());
   CuEvent recorded = nullptr;
-  HORORING_RETURN_IF_ERROR(
-      api_->Check(api_->event_create(&recorded, kCuEventDisableTiming), "cuEventCreate"));
+  HORORING_RETURN_IF_ERROR(api_->Call(api_->event_create, &recorded, kCuEventDisableTiming));
   *event = std::make_shared<DeviceEvent>(shared_from_this(), recorded);
-  return api_->Check(api_->event_record(recorded, stream), "cuEventRecord");
+  return api_->Call(api_->event_record, recorded, stream);
 }
 
 Status Device::CopyToHost(void* to, const void* from, size_t bytes) const {
-  const Current current(*this);
-  HORORING_RETURN_IF_ERROR(current.status());
-  return api_->Check(api_->copy_to_host(to, AddressOf(from), bytes, stream_), "cuMemcpyDtoHAsync");
+  return Call(api_->copy_to_host, to, AddressOf(from), bytes, stream_);
 }
 
 Status Device::CopyToDevice(void* to, const void* from, size_t bytes) const {
-  const Current current(*this);
-  HORORING_RETURN_IF_ERROR(current.status());
-  return api_->Check(api_->copy_to_device(AddressOf(to), from, bytes, stream_),
-                     "cuMemcpyHtoDAsync");
+  return Call(api_->copy_to_device, AddressOf(to), from, bytes, stream_);
 }
 
 Status Device::CopyOnDevice(const std::vector<DeviceCopy>& copies) const {
-  const Current current(*this);
-  HORORING_RETURN_IF_ERROR(current.status());
   if (packs_by_kernel() && copies.size() > 1) return CopyByKernel(copies);
   for (const DeviceCopy& copy : copies) {
-    HORORING_RETURN_IF_ERROR(api_->Check(
-        api_->copy_on_device(AddressOf(copy.to), AddressOf(copy.from), copy.bytes, stream_),
-        "cuMemcpyDtoDAsync"));
+    HORORING_RETURN_IF_ERROR(
+        Call(api_->copy_on_device, AddressOf(copy.to), AddressOf(copy.from), copy.bytes, stream_));
   }
   return Status::Ok();
 }
@@ -198,55 +185,33 @@ Status Device::CopyByKernel(const std::vector<DeviceCopy>& copies) const {
       blocks += (copies[i].bytes + kPackBlockBytes - 1) / kPackBlockBytes;
     }
     void* parameters[] = {&table};
-    HORORING_RETURN_IF_ERROR(
-        api_->Check(api_->launch_kernel(copy_many_, static_cast<unsigned>(blocks), 1, 1,
-                                        kPackThreads, 1, 1, 0, stream_, parameters, nullptr),
-                    "cuLaunchKernel"));
+    HORORING_RETURN_IF_ERROR(Call(api_->launch_kernel, copy_many_, static_cast<unsigned>(blocks), 1,
+                                  1, kPackThreads, 1, 1, 0, stream_, parameters, nullptr));
   }
   return Status::Ok();
 }
 
 Status Device::Allocate(size_t bytes, std::shared_ptr<DeviceMemory>* memory) const {
-  const Current current(*this);
-  HORORING_RETURN_IF_ERROR(current.status());
   CuAddress address = 0;
-  HORORING_RETURN_IF_ERROR(
-      has_pools_ ? api_->CheckMemory(api_->mem_alloc_async(&address, bytes, stream_),
-                                     "cuMemAllocAsync", bytes)
-                 : api_->CheckMemory(api_->mem_alloc(&address, bytes), "cuMemAlloc", bytes));
+  const Status allocated = has_pools_ ? Call(api_->mem_alloc_async, &address, bytes, stream_)
+                                      : Call(api_->mem_alloc, &address, bytes);
+  HORORING_RETURN_IF_ERROR(Advised(allocated, bytes));
   *memory = std::make_shared<DeviceMemory>(shared_from_this(), address);
   return Status::Ok();
 }
 
 Status Device::ReleaseMemory(CuAddress address, CuStream stream) const {
-  if (has_pools_) return api_->Check(api_->mem_free_async(address, stream), "cuMemFreeAsync");
-  HORORING_RETURN_IF_ERROR(api_->Check(api_->stream_synchronize(stream), "cuStreamSynchronize"));
-  return api_->Check(api_->mem_free(address), "cuMemFree");
+  if (has_pools_) return api_->Call(api_->mem_free_async, address, stream);
+  HORORING_RETURN_IF_ERROR(api_->Call(api_->stream_synchronize, stream));
+  return api_->Call(api_->mem_free, address);
 }
 
 Status Device::AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memory) const {
-  const Current current(*this);
-  HORORING_RETURN_IF_ERROR(current.status());
   void* data = nullptr;
-  HORORING_RETURN_IF_ERROR(api_->CheckMemory(
-      api_->mem_host_alloc(&data, bytes, kCuMemHostAllocPortable), "cuMemHostAlloc", bytes));
+  const Status allocated = Call(api_->mem_host_alloc, &data, bytes, kCuMemHostAllocPortable);
+  HORORING_RETURN_IF_ERROR(Advised(allocated, bytes));
   *memory = std::make_unique<PinnedMemory>(shared_from_this(), data);
   return Status::Ok();
-}
-
-Status Device::AllocatePlain(size_t bytes, void** memory) const {
-  const Current current(*this);
-  HORORING_RETURN_IF_ERROR(current.status());
-  CuAddress address = 0;
-  HORORING_RETURN_IF_ERROR(
-      api_->CheckMemory(api_->mem_alloc(&address, bytes), "cuMemAlloc", bytes));
-  *memory = reinterpret_cast<void*>(address);
-  return Status::Ok();
-}
-
-void Device::Free(void* memory) const {
-  const Current current(*this);
-  api_->mem_free(AddressOf(memory));
 }
 
 }  // namespace hororing

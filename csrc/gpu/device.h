@@ -117,9 +117,6 @@ class Device : public std::enable_shared_from_this<Device> {
   Status ReleaseMemory(CuAddress address, CuStream stream) const;
 
   Status AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memory) const;
-  // Long-lived memory, until Free.
-  Status AllocatePlain(size_t bytes, void** memory) const;
-  void Free(void* memory) const;
 
   // Makes the device's context current on this thread while it exists. NCCL needs that, too. Calls
   // meanwhile do not break a capture that the framework runs on another thread, as most calls
@@ -137,6 +134,14 @@ class Device : public std::enable_shared_from_this<Device> {
     Status status_;
     int capture_mode_ = kCuStreamCaptureModeRelaxed;  // after the constructor: the previous one
   };
+
+  // Calls a function of api() while the context is current.
+  template <typename Function, typename... Arguments>
+  Status Call(const Function& function, Arguments... arguments) const {
+    const Current current(*this);
+    HORORING_RETURN_IF_ERROR(current.status());
+    return api_->Call(function, arguments...);
+  }
 
  private:
   Device(std::shared_ptr<const CudaApi> api, int ordinal)

@@ -15,7 +15,7 @@ Status NcclApi::Load(const std::string& paths, NcclApi* api) {
   if (!missing.empty()) {
     return Status(Code::kInvalidArgument, where + " lacks" + missing + "; NCCL 2.14 has them");
   }
-  HORORING_RETURN_IF_ERROR(api->Check(api->get_version(&api->version), "ncclGetVersion"));
+  HORORING_RETURN_IF_ERROR(api->Check(api->get_version(&api->version), "ncclGetVersion", nullptr));
   if (api->version < kMinNcclVersion) {
     return Status(Code::kInvalidArgument,
                   where + " is " + api->version_text() + "; 2.14 is the minimum supported version");

@@ -96,8 +96,9 @@ struct NcclApi {
   // "2.32.3"
   std::string version_text() const;
 
-  // kTransport: "ncclAllReduce of NCCL 2.32.3: invalid usage: text of the last error".
-  Status Check(NcclResult result, const char* call, NcclComm comm = nullptr) const;
+  // kTransport: "ncclAllReduce of NCCL 2.32.3: invalid usage: text of the last error". `comm` may
+  // be null.
+  Status Check(NcclResult result, const char* call, NcclComm comm) const;
 };
 
 }  // namespace hororing

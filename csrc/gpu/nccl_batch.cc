@@ -23,41 +23,22 @@ bool AllEqual(const std::vector<size_t>& numbers) {
                      [&](size_t number) { return number == numbers[0]; });
 }
 
-// The calls of one group; skips those after the first failure.
+// The calls of one group. `result` is that of the first that fails.
 class Calls {
  public:
   Calls(NcclCommunicator& communicator, const Device& device)
-      : api_(communicator.api()), comm_(communicator.comm()), stream_(device.stream()) {}
+      : api(communicator.api()), comm_(communicator.comm()), stream_(device.stream()) {}
   NcclResult result() const { return result_; }
 
-  void AllReduce(const void* from, void* to, size_t count, NcclType type, NcclOp op) {
-    Keep(api_.all_reduce(from, to, count, type, op, comm_, stream_));
-  }
-  void Reduce(const void* from, void* to, size_t count, NcclType type, NcclOp op, int root) {
-    Keep(api_.reduce(from, to, count, type, op, root, comm_, stream_));
-  }
-  void ReduceScatter(const void* from, void* to, size_t count, NcclType type, NcclOp op) {
-    Keep(api_.reduce_scatter(from, to, count, type, op, comm_, stream_));
-  }
-  void AllGather(const void* from, void* to, size_t bytes) {
-    Keep(api_.all_gather(from, to, bytes, kNcclUint8, comm_, stream_));
-  }
-  void Broadcast(const void* from, void* to, size_t bytes, int root) {
-    Keep(api_.broadcast(from, to, bytes, kNcclUint8, root, comm_, stream_));
-  }
-  void Send(const void* from, size_t bytes, int peer) {
-    Keep(api_.send(from, bytes, kNcclUint8, peer, comm_, stream_));
-  }
-  void Receive(void* to, size_t bytes, int peer) {
-    Keep(api_.receive(to, bytes, kNcclUint8, peer, comm_, stream_));
-  }
-
- private:
-  void Keep(NcclResult result) {
+  template <typename Function, typename... Arguments>
+  void operator()(const Function& function, Arguments... arguments) {
+    const NcclResult result = function(arguments..., comm_, stream_);
     if (result_ == kNcclSuccess || result_ == kNcclInProgress) result_ = result;
   }
 
-  const NcclApi& api_;
+  const NcclApi& api;
+
+ private:
   const NcclComm comm_;
   const CuStream stream_;
   NcclResult result_ = kNcclSuccess;
@@ -150,8 +131,8 @@ Status RunAllreduce(const Batch& batch, NcclCommunicator& communicator, const De
   HORORING_RETURN_IF_ERROR(communicator.Group(
       [&] {
         for (const Run& run : runs) {
-          calls.AllReduce(run.from, run.to, run.bytes / ElementSize(run.spec.dtype),
-                          NcclTypeOf(run.spec.dtype), run.op);
+          calls(calls.api.all_reduce, run.from, run.to, run.bytes / ElementSize(run.spec.dtype),
+                NcclTypeOf(run.spec.dtype), run.op);
         }
         return calls.result();
       },
@@ -167,15 +148,19 @@ Status RunAllreduce(const Batch& batch, NcclCommunicator& communicator, const De
   return Status::Ok();
 }
 
+void Broadcast(const void* from, void* to, size_t bytes, int root, Calls& calls) {
+  calls(calls.api.broadcast, from, to, bytes, kNcclUint8, root);
+}
+
 void Gather(const BatchEntry& entry, Calls& calls) {
   const std::vector<size_t>& bytes = entry.receive_bytes;
   if (AllEqual(bytes)) {
-    if (bytes[0] > 0) calls.AllGather(entry.input, entry.output, bytes[0]);
+    if (bytes[0] > 0) calls(calls.api.all_gather, entry.input, entry.output, bytes[0], kNcclUint8);
     return;
   }
   auto* to = static_cast<std::byte*>(entry.output);
   for (size_t root = 0; root < bytes.size(); ++root) {
-    if (bytes[root] > 0) calls.Broadcast(entry.input, to, bytes[root], static_cast<int>(root));
+    if (bytes[root] > 0) Broadcast(entry.input, to, bytes[root], static_cast<int>(root), calls);
     to += bytes[root];
   }
 }
@@ -185,8 +170,9 @@ void Exchange(const BatchEntry& entry, Calls& calls) {
   auto* to = static_cast<std::byte*>(entry.output);
   for (size_t peer = 0; peer < entry.send_bytes.size(); ++peer) {
     const size_t sent = entry.send_bytes[peer], received = entry.receive_bytes[peer];
-    if (sent > 0) calls.Send(from, sent, static_cast<int>(peer));
-    if (received > 0) calls.Receive(to, received, static_cast<int>(peer));
+    const int rank = static_cast<int>(peer);
+    if (sent > 0) calls(calls.api.send, from, sent, kNcclUint8, rank);
+    if (received > 0) calls(calls.api.receive, to, received, kNcclUint8, rank);
     from += sent;
     to += received;
   }
@@ -196,14 +182,15 @@ void Scatter(const BatchEntry& entry, DataType dtype, NcclOp op, Calls& calls) {
   const NcclType type = NcclTypeOf(dtype);
   if (AllEqual(entry.parts)) {
     if (entry.parts[0] > 0) {
-      calls.ReduceScatter(entry.input, entry.output, entry.parts[0], type, op);
+      calls(calls.api.reduce_scatter, entry.input, entry.output, entry.parts[0], type, op);
     }
     return;
   }
   const auto* from = static_cast<const std::byte*>(entry.input);
   for (size_t root = 0; root < entry.parts.size(); ++root) {
     if (entry.parts[root] > 0) {
-      calls.Reduce(from, entry.output, entry.parts[root], type, op, static_cast<int>(root));
+      calls(calls.api.reduce, from, entry.output, entry.parts[root], type, op,
+            static_cast<int>(root));
     }
     from += entry.parts[root] * ElementSize(dtype);
   }
@@ -254,7 +241,7 @@ Status RunByNccl(const Batch& batch, NcclCommunicator& communicator, const Devic
             Scatter(entry, batch.reduce().dtype, op, calls);
           }
           if (batch.kind == Collective::kBroadcast && entry.elements > 0) {
-            calls.Broadcast(entry.input, entry.output, entry.bytes(), batch.root);
+            Broadcast(entry.input, entry.output, entry.bytes(), batch.root, calls);
           }
         }
         return calls.result();

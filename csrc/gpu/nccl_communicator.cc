@@ -15,8 +15,6 @@ namespace {
 constexpr TimeNs kCheckInterval = 100 * kMicrosecond;
 // How long to poll without a pause: most groups are in the stream by then.
 constexpr TimeNs kBusy = 30 * kMicrosecond;
-// Time for work in the stream behind aborted kernels.
-constexpr TimeNs kAbortSleep = 200 * kMillisecond;
 // Time between two checks whether all peers are alive.
 constexpr TimeNs kPeersInterval = 20 * kMillisecond;
 
@@ -84,7 +82,7 @@ Status NcclCommunicator::Join(TimeNs deadline) {
   Invitation invitation;
   Status invited;
   if (transport_.rank() == 0) {
-    invited = api_->Check(api_->get_unique_id(&invitation.id), "ncclGetUniqueId");
+    invited = api_->Check(api_->get_unique_id(&invitation.id), "ncclGetUniqueId", nullptr);
     invitation.sent = invited.ok() ? 1 : 0;
   }
   HORORING_RETURN_IF_ERROR(
@@ -100,27 +98,11 @@ Status NcclCommunicator::Join(TimeNs deadline) {
   return Settle(begun, "ncclCommInitRankConfig", deadline);
 }
 
-NcclCommunicator::~NcclCommunicator() {
-  const Device::Current current(*device_);
-  Abort();
-  if (aborted_ && fusion_ != nullptr) SleepAfterAbort();
-  FreeFusion();
-}
+NcclCommunicator::~NcclCommunicator() { Abort(); }
 
 void NcclCommunicator::Abort() {
   const Device::Current current(*device_);
-  aborted_ = aborted_ || comm_ != nullptr;
   if (comm_ != nullptr) api_->comm_abort(std::exchange(comm_, nullptr));
-}
-
-// Waits for work behind NCCL's kernels in the stream, because it uses memory that is freed next.
-void NcclCommunicator::SleepAfterAbort() const {
-  std::shared_ptr<DeviceEvent> idle;
-  bool reached = !device_->Record(device_->stream(), &idle).ok();
-  for (const TimeNs limit = After(NowNs(), kAbortSleep); !reached && NowNs() < limit;) {
-    if (!idle->Poll(&reached).ok()) return;
-    transport_.Sleep(After(NowNs(), kCheckInterval));
-  }
 }
 
 // Waits until NCCL has finished its current call.
@@ -173,7 +155,8 @@ Status NcclCommunicator::Leave(TimeNs deadline) {
   HORORING_RETURN_IF_ERROR(Settle(api_->comm_finalize(comm_), "ncclCommFinalize", deadline));
   const NcclResult destroyed = api_->comm_destroy(std::exchange(comm_, nullptr));
   // After the call, the state of the communicator can no longer be queried.
-  return destroyed == kNcclInProgress ? Status::Ok() : api_->Check(destroyed, "ncclCommDestroy");
+  return destroyed == kNcclInProgress ? Status::Ok()
+                                      : api_->Check(destroyed, "ncclCommDestroy", nullptr);
 }
 
 Status NcclCommunicator::ScaledSum(DataType dtype, double factor, NcclOp* op) {
@@ -203,9 +186,7 @@ Status NcclCommunicator::LimitScaledSums() {
 
 Status NcclCommunicator::MakeFusionBuffer(size_t bytes, TimeNs deadline) {
   if (std::exchange(fusion_asked_, true)) return Status::Ok();
-  const Device::Current current(*device_);
-  HORORING_RETURN_IF_ERROR(current.status());
-  const Status allocated = device_->AllocatePlain(bytes, &fusion_);
+  const Status allocated = device_->Allocate(bytes, &fusion_);
   const char mine = allocated.ok() ? 1 : 0;
   std::vector<char> all(static_cast<size_t>(transport_.size()));
   HORORING_RETURN_IF_ERROR(AllgatherV(
@@ -215,7 +196,7 @@ Status NcclCommunicator::MakeFusionBuffer(size_t bytes, TimeNs deadline) {
     fusion_bytes_ = bytes;
     return Status::Ok();
   }
-  FreeFusion();
+  fusion_ = nullptr;
   if (allocated.ok() && transport_.rank() != 0) return Status::Ok();
   Log(LogLevel::kWarning, "rank " + std::to_string(without - all.begin()) + " of " +
                               std::to_string(all.size()) +
@@ -225,10 +206,6 @@ Status NcclCommunicator::MakeFusionBuffer(size_t bytes, TimeNs deadline) {
                               "; all its ranks reduce tensors on the device one by one, which is "
                               "slow. Lower HORORING_FUSION_BYTES, or leave more memory free");
   return Status::Ok();
-}
-
-void NcclCommunicator::FreeFusion() {
-  if (fusion_ != nullptr) device_->Free(std::exchange(fusion_, nullptr));
 }
 
 }  // namespace hororing

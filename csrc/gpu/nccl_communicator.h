@@ -53,7 +53,7 @@ class NcclCommunicator {
   // Memory for fusion, allocated once. All ranks call it, with the same `bytes`, and exchange the
   // result. The buffer exists on all ranks or on none, because they must make the same calls.
   Status MakeFusionBuffer(size_t bytes, TimeNs deadline);
-  std::byte* fusion_buffer() const { return static_cast<std::byte*>(fusion_); }
+  std::byte* fusion_buffer() const { return static_cast<std::byte*>(fusion_->data()); }
   size_t fusion_bytes() const { return fusion_bytes_; }  // 0: no buffer
 
   const NcclApi& api() const { return *api_; }
@@ -65,17 +65,14 @@ class NcclCommunicator {
       : api_(std::move(api)), device_(std::move(device)), transport_(transport) {}
   Status Join(TimeNs deadline);
   Status Settle(NcclResult begun, const char* call, TimeNs deadline);
-  void FreeFusion();
-  void SleepAfterAbort() const;
 
   const std::shared_ptr<const NcclApi> api_;
   const std::shared_ptr<Device> device_;
   Transport& transport_;
   NcclComm comm_ = nullptr;  // null before creation, after Leave and Abort
-  bool aborted_ = false;
   std::map<std::pair<DataType, double>, NcclOp> scaled_sums_;
   bool fusion_asked_ = false;
-  void* fusion_ = nullptr;
+  std::shared_ptr<DeviceMemory> fusion_;  // freed behind the work in the stream
   size_t fusion_bytes_ = 0;
 };
 

@@ -22,6 +22,7 @@ class Watched<Result(Parameters...)> {
   }
   explicit operator bool() const { return function_ != nullptr; }
   Pointer* place() { return &function_; }
+  const char* name() const { return name_.call; }
 
  private:
   const CallWatch::Name name_;

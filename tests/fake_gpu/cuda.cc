@@ -278,6 +278,8 @@ FAKE int cuMemAllocAsync(uint64_t* memory, size_t bytes, void* stream) {
     Violation("memory of a pool that there is not");
     return kNotSupported;
   }
+  if (settings.no_memory_on == CurrentDevice()) return kOutOfMemory;
+  if (counts.memory >= settings.most_memory) return kOutOfMemory;
   // As if another tensor had been there.
   std::shared_ptr<char> made = NewMemory(bytes);
   *memory = reinterpret_cast<uint64_t>(Memories().Add(made));
