@@ -11,14 +11,6 @@
 #include "collective/segments.h"
 
 namespace hororing {
-namespace {
-
-Status DoesNotFit(const Batch& batch, const BatchEntry& entry) {
-  return Status(Code::kInternal, std::string(Name(batch.kind)) + " of '" + entry.name +
-                                     "': the agreed sizes do not fit this rank's tensor");
-}
-
-}  // namespace
 
 size_t SharedMemoryBackend::MaxChannels() const {
   size_t most = 0;
@@ -50,7 +42,8 @@ Status SharedMemoryBackend::RunAllgather(const Batch& batch, TimeNs deadline, Tr
   std::vector<Channel> channels(size);
   for (const BatchEntry& entry : batch.entries) {
     if (entry.receive_bytes.size() != size || entry.receive_bytes[own] != entry.bytes()) {
-      return DoesNotFit(batch, entry);
+      return Status(Code::kInternal, "allgather of '" + entry.name +
+                                         "': the agreed sizes do not fit this rank's tensor");
     }
     std::byte* at = static_cast<std::byte*>(entry.output);
     for (size_t rank = 0; rank < size; ++rank) {
@@ -84,14 +77,6 @@ Status SharedMemoryBackend::RunAllgather(const Batch& batch, TimeNs deadline, Tr
 
 Status SharedMemoryBackend::RunReducescatter(const Batch& batch, TimeNs deadline,
                                              TraceSink& trace) {
-  for (const BatchEntry& entry : batch.entries) {
-    size_t elements = 0;
-    for (const size_t part : entry.parts) elements += part;
-    if (entry.parts.size() != static_cast<size_t>(set_.group.size()) ||
-        elements != entry.elements) {
-      return DoesNotFit(batch, entry);
-    }
-  }
   const ScatterPlan plan(set_, batch);
   if (plan.blocks == 0) return Status::Ok();
   const size_t bytes = set_.geometry.depth * plan.scratch_bytes(batch.reduce());

@@ -27,7 +27,6 @@
 // 49-66, doi:10.1177/1094342005051521.
 
 #include <algorithm>
-#include <string>
 #include <vector>
 
 #include "base/copy.h"
@@ -80,16 +79,7 @@ Status ExchangeParts(Transport& transport, const std::byte* from, const std::vec
 Status AlltoallV(Transport& transport, const void* input, const std::vector<size_t>& send_bytes,
                  void* result, const std::vector<size_t>& receive_bytes, TimeNs deadline,
                  size_t segment_bytes) {
-  const size_t size = static_cast<size_t>(transport.size());
   const size_t rank = static_cast<size_t>(transport.rank());
-  if (send_bytes.size() != size || receive_bytes.size() != size ||
-      send_bytes[rank] != receive_bytes[rank]) {
-    return Status(Code::kInternal, "alltoall: sizes for " + std::to_string(send_bytes.size()) +
-                                       " and " + std::to_string(receive_bytes.size()) +
-                                       " ranks in a job of " + std::to_string(size) +
-                                       ", or two sizes for what rank " + std::to_string(rank) +
-                                       " keeps");
-  }
   const std::byte* from = static_cast<const std::byte*>(input);
   std::byte* to = static_cast<std::byte*>(result);
   const std::vector<Span> sends = ContiguousSpans(send_bytes),

@@ -1,5 +1,6 @@
 // Collectives that move data without arithmetic, over a Transport. Stateless. All ranks pass
-// matching sizes and roots. `segment_bytes`: the message size, the same on all ranks; 0: built in.
+// matching sizes, one for each rank of the transport, and the same root. `segment_bytes`: the
+// message size, the same on all ranks; 0: built in.
 #pragma once
 
 #include <cstddef>
@@ -11,9 +12,6 @@
 #include "transport/transport.h"
 
 namespace hororing {
-
-// Returns when every rank has entered. Dissemination: ceil(log2 N) rounds of one-byte messages.
-Status Barrier(Transport& transport, TimeNs deadline);
 
 // Copies `data` of `root` to `data` of all ranks. A binomial tree for small payloads; a pipelined
 // chain in segments for large ones.

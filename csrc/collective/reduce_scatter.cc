@@ -140,10 +140,6 @@ Status RankOrderReduceScatter(Transport& transport, const ScatterBuffer& buffer,
   const int size = transport.size();
   const size_t unit = buffer.layout.unit();
   const std::vector<Span> parts = Scaled(ContiguousSpans(buffer.parts), unit);
-  if (parts.size() != static_cast<size_t>(size)) {
-    return Status(Code::kInternal, "reduce-scatter: parts for " + std::to_string(parts.size()) +
-                                       " ranks in a job of " + std::to_string(size));
-  }
   const size_t largest = LargestSize(parts);
   if (size == 1 || largest == 0) {
     ReduceAlone(buffer.layout, buffer.result, buffer.input);

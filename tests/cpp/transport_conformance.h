@@ -259,10 +259,6 @@ inline const EndlessWait kEndlessWaits[] = {
        return SendReceive(rank.transport, Next(rank), much.data(), much.size(), Next(rank),
                           in.data(), in.size(), kForever);
      }},
-    {"barrier",
-     [](Rank& rank) {
-       return rank.rank() == 0 ? ReceiveNothing(rank) : hororing::Barrier(rank.transport, kForever);
-     }},
     {"ring",
      [](Rank& rank) {
        if (rank.rank() == 0) return ReceiveNothing(rank);

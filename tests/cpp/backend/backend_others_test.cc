@@ -199,20 +199,6 @@ TEST(reducescatter_gives_the_bits_of_rank_order_however_many_tensors) {
   }
 }
 
-TEST(reducescatter_with_parts_that_do_not_fit_is_refused) {
-  TestWorld world(1);
-  Batch batch;
-  batch.kind = Collective::kReducescatter;
-  BatchEntry entry;
-  entry.elements = 3;
-  entry.reduce.dtype = DataType::kUint8;
-  for (const std::vector<size_t>& parts : {std::vector<size_t>{2}, std::vector<size_t>{2, 1}}) {
-    entry.parts = parts;
-    batch.entries = {entry};
-    CHECK(world.rank(0).host->Run(batch, kForever, world.rank(0).trace).code() == Code::kInternal);
-  }
-}
-
 TEST(broadcast_brings_the_roots_tensors_to_all_ranks) {
   for (int ranks : kWorldSizes) {
     TestWorld world(ranks);
@@ -248,22 +234,6 @@ TEST(broadcast_brings_the_roots_tensors_to_all_ranks) {
         });
       }
     }
-  }
-}
-
-TEST(barrier_waits_for_everybody) {
-  for (int ranks : kWorldSizes) {
-    TestWorld world(ranks);
-    std::atomic<int> entered{0};
-    world.Run([&](int, Rank& rank) {
-      Batch batch;
-      batch.kind = Collective::kBarrier;
-      for (int round = 1; round <= 20; ++round) {
-        ++entered;
-        CHECK_OK(rank.host->Run(batch, After(NowNs(), kLimit), rank.trace));
-        CHECK(entered >= round * ranks);
-      }
-    });
   }
 }
 

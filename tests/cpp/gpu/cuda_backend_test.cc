@@ -44,6 +44,15 @@ void CheckMove(int size, const CudaOptions& options, Collective kind,
 
 const GpuMode kModes[] = {GpuMode::kNccl, GpuMode::kStaged};
 
+// Returns when all ranks have called it.
+void Meet(CudaRank& rank) {
+  const size_t size = static_cast<size_t>(rank.transport->size());
+  const char mine = 1;
+  std::vector<char> all(size);
+  CHECK_OK(AllgatherV(*rank.transport, &mine, std::vector<size_t>(size, 1), all.data(),
+                      After(NowNs(), kLimit)));
+}
+
 }  // namespace
 
 TEST(sums_of_every_type_and_operation_are_right_every_way) {
@@ -280,7 +289,7 @@ TEST(ranks_with_different_releases_of_nccl_go_by_way_of_the_host) {
   RunCuda(2, {}, [](CudaRank& rank) {
     // Each rank loads NCCL in its turn.
     for (int r = 0; r < 2; ++r) {
-      CHECK_OK(Barrier(*rank.transport, After(NowNs(), kLimit)));
+      Meet(rank);
       if (r != rank.r) continue;
       fake_gpu_set("nccl_version", r == 0 ? 23203 : 22703);
       std::shared_ptr<const NcclApi> api;
@@ -379,10 +388,10 @@ TEST(looking_at_what_is_under_way_breaks_no_capture_of_the_framework) {
   RunCuda(2, {GpuMode::kNccl}, [](CudaRank& rank) {
     float value = 1;
     CHECK_OK(rank.cuda->Run(OneFloat(&value), After(NowNs(), kLimit), rank.trace));
-    CHECK_OK(Barrier(*rank.transport, After(NowNs(), kLimit)));
+    Meet(rank);
     fake_gpu_set("capturing", 1);
     CHECK_OK(rank.cuda->Poll());
-    CHECK_OK(Barrier(*rank.transport, After(NowNs(), kLimit)));
+    Meet(rank);
     fake_gpu_set("capturing", 0);
     CHECK_OK(rank.cuda->Leave(After(NowNs(), kLimit)));
   });
@@ -413,7 +422,7 @@ TEST(an_error_that_nccl_finds_later_is_told) {
     float value = 1;
     CHECK_OK(RunBatch(rank, OneFloat(&value), [] {}, [] {}));
     CHECK_OK(rank.cuda->Poll());
-    CHECK_OK(Barrier(*rank.transport, After(NowNs(), kLimit)));
+    Meet(rank);
     fake_gpu_set("async_error_after", 0);
     const Status status = rank.cuda->Poll();
     CHECK(status.code() == Code::kTransport);

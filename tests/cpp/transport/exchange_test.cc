@@ -64,16 +64,6 @@ TEST(alltoall_transposes_ragged_parts) {
   }
 }
 
-TEST(alltoall_refuses_sizes_that_cannot_be) {
-  hororing_test::RunWorld(MakeWorld("inproc", 2), [](Rank& rank) {
-    Bytes data(4), result(4);
-    for (const std::vector<size_t>& sizes :
-         {std::vector<size_t>{1, 1, 1}, std::vector<size_t>{2, 2}, std::vector<size_t>{1}}) {
-      CHECK(!AlltoallV(rank.transport, data.data(), sizes, result.data(), {1, 1}, Soon()).ok());
-    }
-  });
-}
-
 // ---- reduce-scatter ----
 
 void CheckReduceScatter(Rank& rank, const ReduceSpec& spec, const std::vector<size_t>& parts,
@@ -168,16 +158,6 @@ TEST(reduce_scatter_takes_parts_of_any_size) {
       });
     }
   }
-}
-
-TEST(reduce_scatter_refuses_parts_for_another_number_of_ranks) {
-  hororing_test::RunWorld(MakeWorld("inproc", 2), [](Rank& rank) {
-    float data[3] = {1, 1, 1}, result = 0;
-    Scratch scratch;
-    const ReduceSpec spec{DataType::kFloat32, ReduceOp::kSum, 1, 1};
-    const ScatterBuffer buffer{data, {1, 1, 1}, &result, spec};
-    CHECK(!RankOrderReduceScatter(rank.transport, buffer, scratch, Soon()).ok());
-  });
 }
 
 // ---- and what is made of them ----
