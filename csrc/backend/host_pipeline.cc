@@ -102,11 +102,11 @@ Status HostPipeline::Run() {
 Status HostPipeline::WaitForReaders() {
   const ShmTransport::SlotReaders& readers = local_.slot_readers();
   const auto lagging = [&] {
-    std::string ranks;
+    std::vector<int> ranks;
     for (size_t i = 0; i < readers.slots.size(); ++i) {
       const DirectProgress& reader = segment_.rank_state(readers.slots[i]).direct[readers.set];
       if (reader.consumed.load(std::memory_order_acquire) >= readers.end) continue;
-      ranks += (ranks.empty() ? "" : ", ") + std::to_string(readers.ranks[i]);
+      ranks.push_back(readers.ranks[i]);
     }
     return ranks;
   };
@@ -148,14 +148,13 @@ void HostPipeline::Publish(Counter counter, uint64_t value) {
   local_.RingWorkers(group_.slots);
 }
 
-// The ranks that this one waits for, as text.
-std::string HostPipeline::Lagging() const {
+// The ranks that this one waits for.
+std::vector<int> HostPipeline::Lagging() const {
   const int on_wire = LaggingOnWire();
-  if (on_wire >= 0) return std::to_string(on_wire);
-  std::string ranks;
+  if (on_wire >= 0) return {on_wire};
+  std::vector<int> ranks;
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_ || !Lags(peer)) continue;
-    ranks += (ranks.empty() ? "" : ", ") + std::to_string(group_.JobRank(group_.host, peer));
+    if (peer != rank_ && Lags(peer)) ranks.push_back(group_.JobRank(group_.host, peer));
   }
   return ranks;
 }

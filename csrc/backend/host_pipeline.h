@@ -22,7 +22,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "backend/backend.h"
@@ -160,7 +159,7 @@ class HostPipeline {
   template <typename Ready, typename Peers>
   Status RunUntil(Ready ready, Peers lagging);
   Status WaitForReaders();
-  std::string Lagging() const;
+  std::vector<int> Lagging() const;
 
   TimeNs next_check_ns_ = 0;
 };

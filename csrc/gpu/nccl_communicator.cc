@@ -50,20 +50,11 @@ bool NcclSupportsType(DataType dtype) {
 }
 
 NcclType NcclTypeOf(DataType dtype) {
-  switch (dtype) {
-    case DataType::kInt8: return kNcclInt8;
-    case DataType::kInt32: return kNcclInt32;
-    case DataType::kInt64: return kNcclInt64;
-    case DataType::kFloat16: return kNcclFloat16;
-    case DataType::kFloat32: return kNcclFloat32;
-    case DataType::kFloat64: return kNcclFloat64;
-    case DataType::kBfloat16: return kNcclBfloat16;
-    case DataType::kUint8:
-    case DataType::kBool:
-    case DataType::kUint16:
-    case DataType::kInt16: break;
-  }
-  return kNcclUint8;
+  constexpr NcclType kNone = kNcclUint8;
+  constexpr NcclType kTypes[kDataTypeCount] = {kNcclUint8,   kNcclInt8,  kNone,        kNone,
+                                               kNcclInt32,   kNcclInt64, kNcclFloat16, kNcclFloat32,
+                                               kNcclFloat64, kNcclUint8, kNcclBfloat16};
+  return kTypes[static_cast<size_t>(dtype)];
 }
 
 Status NcclCommunicator::Make(std::shared_ptr<const NcclApi> api, std::shared_ptr<Device> device,

@@ -11,23 +11,12 @@ Status TransportBootstrap::Share(const std::string& mine, TimeNs deadline,
   constexpr size_t kWidth = 1024;
   std::vector<char> all(static_cast<size_t>(size()) * kWidth, '\0');
   const auto place = [&](int rank) { return all.data() + static_cast<size_t>(rank) * kWidth; };
-  const auto send = [&](int peer, const char* data, size_t bytes) {
-    return transport_.Wait(transport_.Send(peer, data, bytes), deadline);
-  };
-  const auto receive = [&](int peer, char* data, size_t bytes) {
-    return transport_.Wait(transport_.Receive(peer, data, bytes), deadline);
-  };
   mine.copy(place(rank()), kWidth - 1);
-  if (rank() != 0) {
-    HORORING_RETURN_IF_ERROR(send(0, place(rank()), kWidth));
-    HORORING_RETURN_IF_ERROR(receive(0, all.data(), all.size()));
-  } else {
-    for (int peer = 1; peer < size(); ++peer) {
-      HORORING_RETURN_IF_ERROR(receive(peer, place(peer), kWidth));
-    }
-    for (int peer = 1; peer < size(); ++peer) {
-      HORORING_RETURN_IF_ERROR(send(peer, all.data(), all.size()));
-    }
+  const int next = (rank() + 1) % size(), previous = (rank() + size() - 1) % size();
+  for (int step = 0; step < size() - 1; ++step) {  // around a ring
+    const int out = (rank() + size() - step) % size(), in = (previous + size() - step) % size();
+    HORORING_RETURN_IF_ERROR(
+        SendReceive(transport_, next, place(out), kWidth, previous, place(in), kWidth, deadline));
   }
   texts->clear();
   for (int rank = 0; rank < size(); ++rank) texts->push_back(place(rank));

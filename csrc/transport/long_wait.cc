@@ -1,15 +1,16 @@
 #include "transport/long_wait.h"
 
 #include <cstdio>
-#include <cstdlib>
 
 namespace hororing {
 namespace {
 
-std::string NoProgress(const std::string& ranks, TimeNs age) {
+std::string NoProgress(const std::vector<int>& ranks, TimeNs age) {
+  std::string listed;
+  for (const int rank : ranks) listed += (listed.empty() ? "" : ", ") + std::to_string(rank);
   char seconds[32];
   std::snprintf(seconds, sizeof seconds, "%.3g", static_cast<double>(age) / 1e9);
-  return "no progress from rank(s) " + ranks + " for " + seconds +
+  return "no progress from rank(s) " + listed + " for " + seconds +
          " s; they may be stopped, their machine overloaded or the network cut "
          "(HORORING_TIMEOUT_S sets the limit)";
 }
@@ -18,9 +19,9 @@ std::string NoProgress(const std::string& ranks, TimeNs age) {
 
 // Asks all peers for signs of life, at intervals that double to keep the cost low, so that the
 // silent ones are known when needed. Warnings have the same intervals.
-void LongWait::HandleDelay(Transport& transport, TimeNs now, const std::string& lagging) {
+void LongWait::HandleDelay(Transport& transport, TimeNs now, const std::vector<int>& lagging) {
   const TimeNs age = now - since_ns_;
-  const std::string culprits = LatePeers(transport, age, lagging);
+  const std::vector<int> culprits = LatePeers(transport, age, lagging);
   const Transport::WaitLimits& wait_limits = transport.wait_limits();
   if (age >= std::max(wait_limits.warning_ns, 2 * warned_ns_)) {
     wait_limits.warn(NoProgress(culprits, age));
@@ -32,23 +33,20 @@ void LongWait::HandleDelay(Transport& transport, TimeNs now, const std::string& 
 
 // A peer that this rank waits for may itself wait for another one, as in a ring. So silent peers
 // are to blame; if there are none, the peers that this rank waits for.
-std::string LongWait::LatePeers(Transport& transport, TimeNs age,
-                                const std::string& lagging) const {
-  std::string silent;
+std::vector<int> LongWait::LatePeers(Transport& transport, TimeNs age,
+                                     const std::vector<int>& lagging) const {
+  std::vector<int> silent;
   for (int peer = 0; peer < transport.size(); ++peer) {
-    if (peer == transport.rank() || transport.Silence(peer) < std::max(age / 4, 2 * kFirstCheck)) {
-      continue;
-    }
-    silent += (silent.empty() ? "" : ", ") + std::to_string(peer);
+    if (peer == transport.rank()) continue;
+    if (transport.Silence(peer) >= std::max(age / 4, 2 * kFirstCheck)) silent.push_back(peer);
   }
   return silent.empty() ? lagging : silent;
 }
 
-Status LongWait::GiveUp(Transport& transport, const std::string& lagging) {
+Status LongWait::GiveUp(Transport& transport, const std::vector<int>& lagging) {
   const TimeNs age = NowNs() - since_ns_;
-  const std::string culprits = LatePeers(transport, age, lagging);
-  const int first = culprits.empty() ? -1 : std::atoi(culprits.c_str());
-  return Status(Code::kTransport, NoProgress(culprits, age), first);
+  const std::vector<int> culprits = LatePeers(transport, age, lagging);
+  return Status(Code::kTransport, NoProgress(culprits, age), culprits.empty() ? -1 : culprits[0]);
 }
 
 }  // namespace hororing

@@ -5,7 +5,7 @@
 #pragma once
 
 #include <algorithm>
-#include <string>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/status.h"
@@ -20,8 +20,7 @@ class LongWait {
 
   // There was progress since the last Check, but the wait is not over.
   void NoteProgress() { progressed_ = true; }
-  // Call it a few times a second; it is cheap. lagging() lists the ranks that the wait is for: "1,
-  // 3".
+  // Call it a few times a second; it is cheap. lagging() lists the ranks that the wait is for.
   template <typename Lagging>
   void Check(Transport& transport, TimeNs now, const Lagging& lagging) {
     if (now < next_ns_) return;
@@ -32,13 +31,14 @@ class LongWait {
     }
   }
   // Call it at the deadline. Returns kTransport with the rank to blame.
-  Status GiveUp(Transport& transport, const std::string& lagging);
+  Status GiveUp(Transport& transport, const std::vector<int>& lagging);
 
  private:
   static constexpr TimeNs kFirstCheck = 250 * kMillisecond;
 
-  void HandleDelay(Transport& transport, TimeNs now, const std::string& lagging);
-  std::string LatePeers(Transport& transport, TimeNs age, const std::string& lagging) const;
+  void HandleDelay(Transport& transport, TimeNs now, const std::vector<int>& lagging);
+  std::vector<int> LatePeers(Transport& transport, TimeNs age,
+                             const std::vector<int>& lagging) const;
 
   TimeNs since_ns_;  // without progress
   TimeNs next_ns_;   // when HandleDelay has something to do

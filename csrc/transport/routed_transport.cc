@@ -59,11 +59,8 @@ bool RoutedTransport::Fetch() {
 }
 
 bool RoutedTransport::Poll(int* peer, std::string* message) {
-  if (inbox_.empty() && !Fetch()) return false;
-  *peer = inbox_.front().first;
-  *message = std::move(inbox_.front().second);
-  inbox_.pop_front();
-  return true;
+  if (inbox_.empty()) Fetch();
+  return inbox_.Take(peer, message);
 }
 
 bool RoutedTransport::Move() {

@@ -6,13 +6,13 @@
 // doorbell of the shared memory, which neighbours and callers ring, and polls the wire in between.
 #pragma once
 
-#include <deque>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "transport/shm_transport.h"
+#include "transport/transfers.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -68,7 +68,7 @@ class RoutedTransport final : public Transport {
   const std::vector<int> ranks_;    // of this host, by local rank
   std::vector<int> local_rank_of_;  // per rank: its local rank, or -1 on another host
   const TimeNs spin_ns_;
-  std::deque<std::pair<int, std::string>> inbox_;
+  Inbox inbox_;
   uint32_t last_sleep_epoch_ = 0;  // after the last Sleep: shows a later Wake
 };
 

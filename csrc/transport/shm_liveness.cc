@@ -1,6 +1,5 @@
 // ShmTransport, second part: which ranks are alive, which have failed, and what a rank announces.
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -12,18 +11,6 @@ namespace hororing {
 namespace {
 
 constexpr uint32_t kAttached = 1, kDetached = 2;
-
-// The numbers in "1, 3".
-std::vector<int> RanksIn(const std::string& text) {
-  std::vector<int> ranks;
-  for (const char* at = text.c_str(); *at != '\0';) {
-    char* end = nullptr;
-    const long rank = std::strtol(at, &end, 10);
-    if (end != at) ranks.push_back(static_cast<int>(rank));
-    at = end != at ? end : at + 1;
-  }
-  return ranks;
-}
 
 }  // namespace
 
@@ -72,7 +59,7 @@ bool ShmTransport::PeerHasStopped(int peer) const {
 // If there are several causes, reports the first of these: a rank that announced its own failure; a
 // process that died without an announcement; a rank that announced the loss of another rank; a
 // needed rank that has shut down.
-Status ShmTransport::CheckPeers(const std::string& lagging) {
+Status ShmTransport::CheckPeers(const std::vector<int>& lagging) {
   const TimeNs now = NowNs();
   self_.alive_ns.store(now, std::memory_order_relaxed);
   NoteCheck(now);
@@ -99,7 +86,7 @@ Status ShmTransport::CheckPeers(const std::string& lagging) {
         peer);
   }
   HORORING_RETURN_IF_ERROR(announced(false));
-  for (int peer : RanksIn(lagging)) {
+  for (const int peer : lagging) {
     if (segment_->rank_state(peer).attached.load() != kDetached) continue;
     return Status(Code::kPeerLost,
                   "rank " + std::to_string(peer) + " has shut down while others still needed it",

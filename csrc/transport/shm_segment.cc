@@ -16,6 +16,7 @@
 #include <random>
 #include <utility>
 
+#include "base/types.h"
 #include "transport/one_shot_exchange.h"
 
 namespace hororing {
@@ -33,8 +34,6 @@ static_assert(sizeof(Header) <= kPage);
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
                   std::atomic<uint32_t>::is_always_lock_free,
               "a lock inside an atomic would be private to one process");
-
-size_t RoundUpToPage(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 // Of the pipes.
 constexpr size_t kMinPipe = 4 << 10, kControlBudget = 8 << 20;
@@ -82,11 +81,6 @@ int CreateLocked(const std::string& name) {
   return -1;
 }
 
-std::string ErrorText(int error) {
-  char text[128] = {};
-  return strerror_r(error, text, sizeof text);  // GNU's version: returns the text, wherever it is
-}
-
 // Whole KiB or MiB, rounded up.
 std::string SizeText(uint64_t bytes) {
   return bytes < (1 << 20) ? std::to_string((bytes + 1023) >> 10) + " KiB"
@@ -96,7 +90,7 @@ std::string SizeText(uint64_t bytes) {
 Status NoRoom(size_t bytes, int error) {
   struct statvfs volume = {};
   std::string text =
-      "shared memory: cannot reserve " + SizeText(bytes) + " in /dev/shm: " + ErrorText(error);
+      "shared memory: cannot reserve " + SizeText(bytes) + " in /dev/shm: " + std::strerror(error);
   if (statvfs("/dev/shm", &volume) == 0) {
     text += " (its size is " + SizeText(volume.f_blocks * volume.f_frsize) + ", of which " +
             SizeText(volume.f_bavail * volume.f_frsize) + " are free)";
@@ -110,7 +104,8 @@ Status NoRoom(size_t bytes, int error) {
 
 Status Failed(const std::string& what, const std::string& name, int error) {
   return Status(Code::kTransport, "shared memory: cannot " + what + " /dev/shm" + name + ": " +
-                                      ErrorText(error) + "; HORORING_TRANSPORT=mpi does without");
+                                      std::strerror(error) +
+                                      "; HORORING_TRANSPORT=mpi does without");
 }
 
 // Maps the whole segment; null, with errno, on failure.
@@ -151,13 +146,14 @@ ShmSegment::Geometry ShmSegment::Geometry::OfHost(int ranks, int most) {
 ShmSegment::Layout::Layout(const Geometry& geometry) {
   const size_t n = static_cast<size_t>(geometry.ranks);
   states = kPage;
-  pipes = states + RoundUpToPage(n * sizeof(RankState));
-  control_data = pipes + RoundUpToPage(2 * n * n * sizeof(Pipe));
+  pipes = states + RoundUp(n * sizeof(RankState), kPage);
+  control_data = pipes + RoundUp(2 * n * n * sizeof(Pipe), kPage);
   data_data = control_data + n * n * geometry.control_pipe_bytes;
   slots = data_data + n * n * geometry.data_pipe_bytes;
   exchange = slots + n * geometry.slot_bytes;
-  end = exchange +
-        (geometry.exchange_bytes > 0 ? RoundUpToPage(kCacheLine + n * geometry.exchange_bytes) : 0);
+  end =
+      exchange +
+      (geometry.exchange_bytes > 0 ? RoundUp(kCacheLine + n * geometry.exchange_bytes, kPage) : 0);
 }
 
 size_t ShmSegment::Geometry::total_bytes() const { return Layout(*this).end; }

@@ -90,7 +90,7 @@ Status ShmTransport::Wait(Request request, TimeNs deadline) {
   HORORING_RETURN_IF_ERROR(broken_);
   const PostedTransfer posted(request, peers_);
   if (posted.done()) return Status::Ok();
-  broken_ = WaitUntil([&] { return posted.done(); }, [&] { return std::to_string(posted.peer); },
+  broken_ = WaitUntil([&] { return posted.done(); }, [&] { return std::vector<int>{posted.peer}; },
                       deadline);
   for (Peer& each : peers_) {
     if (!broken_.ok()) each.Drop();
@@ -113,11 +113,7 @@ void ShmTransport::Post(int peer, std::string message) {
 
 bool ShmTransport::Poll(int* peer, std::string* message) {
   if (received_.empty()) Progress();
-  if (received_.empty()) return false;
-  *peer = received_.front().first;
-  *message = std::move(received_.front().second);
-  received_.pop_front();
-  return true;
+  return received_.Take(peer, message);
 }
 
 void ShmTransport::Sleep(TimeNs deadline) {

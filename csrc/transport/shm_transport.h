@@ -47,7 +47,7 @@ class ShmTransport final : public Transport, private Eventcount {
   void Wake() override;
   Eventcount* eventcount() override { return this; }
   std::shared_ptr<OneShotExchange> one_shot_exchange() const override { return exchange_; }
-  Status CheckPeers() override { return CheckPeers(""); }
+  Status CheckPeers() override { return CheckPeers({}); }
   TimeNs Silence(int peer) override;
   void AnnounceFailure(const Status& why) override;
   bool Flush(TimeNs deadline) override;
@@ -77,8 +77,8 @@ class ShmTransport final : public Transport, private Eventcount {
 
   // Blocks until ready() is true: makes progress, spins, then sleeps on the doorbell. Ends early if
   // a peer has died or failed, if a lagging rank has shut down, or at the deadline (kTransport).
-  // lagging() lists the awaited ranks as text, "1, 3". `ready` reads only shared atomics whose
-  // writers ring this rank's doorbell.
+  // lagging() lists the awaited ranks. `ready` reads only shared atomics whose writers ring this
+  // rank's doorbell.
   template <typename Ready, typename Lagging>
   Status WaitUntil(Ready ready, Lagging lagging, TimeNs deadline) {
     Backoff backoff(spin_ns_, kCheckInterval, &spinner_);
@@ -131,7 +131,7 @@ class ShmTransport final : public Transport, private Eventcount {
   bool PullControl(int peer);
   bool CheckIsDue(TimeNs now, TimeNs interval, TimeNs* check_ns);
   void SleepOnDoorbell(uint32_t epoch, TimeNs deadline, uint32_t sleeper);
-  Status CheckPeers(const std::string& lagging);
+  Status CheckPeers(const std::vector<int>& lagging);
   bool PeerProcessIsGone(int peer) const;
   bool PeerHasStopped(int peer) const;
   void AnnounceArrival();
@@ -145,7 +145,7 @@ class ShmTransport final : public Transport, private Eventcount {
   RankState& self_;
   const std::shared_ptr<OneShotExchange> exchange_;  // null: spin_ns is 0, or there are no slots
   std::vector<Peer> peers_;
-  std::deque<std::pair<int, std::string>> received_;  // complete control messages
+  Inbox received_;
   // The doorbell before the last Progress. If it is unchanged, no pipe has changed.
   uint32_t progress_epoch_ = 0;
   Spinner spinner_{16};

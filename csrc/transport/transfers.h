@@ -1,5 +1,6 @@
-// A transport's record of the data transfers with a peer. Transfers in one direction complete in
-// the order in which they were posted, so a request is the number of its transfer.
+// A transport's record of the data transfers with a peer, and of the messages that have arrived.
+// Transfers in one direction complete in the order in which they were posted, so a request is the
+// number of its transfer.
 //
 // Thread-safety: the transport's.
 #pragma once
@@ -7,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <string>
+#include <utility>
 
 #include "transport/transport.h"
 
@@ -65,6 +68,18 @@ struct PostedTransfer {
   const int peer;
   const uint64_t number;
   const Transfers& transfers;
+};
+
+// Complete control messages, and their senders.
+struct Inbox : std::deque<std::pair<int, std::string>> {
+  // False if there is none.
+  bool Take(int* peer, std::string* message) {
+    if (empty()) return false;
+    *peer = front().first;
+    *message = std::move(front().second);
+    pop_front();
+    return true;
+  }
 };
 
 }  // namespace hororing

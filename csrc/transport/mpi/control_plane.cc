@@ -13,14 +13,12 @@ namespace {
 
 // Control messages that MPI holds for one peer; the others queue here.
 constexpr size_t kControlWindow = 16;
-// Longer control messages are sent in parts, because MPI counts in ints.
-constexpr size_t kControlBytes = 64 << 20;
 // Time between two checks of the peers' processes.
 constexpr TimeNs kCheckInterval = 100 * kMillisecond;
 // A dead rank's last messages may arrive this much later than its death is noticed.
 constexpr TimeNs kFinalMessageTime = 100 * kMillisecond;
-constexpr int kControlTag = 2, kMoreTag = 3, kFailureTag = 4, kCloseTag = 5;
-constexpr int kAskTag = 6, kAnswerTag = 7;  // "are you alive?" and "yes"
+constexpr int kControlTag = 2, kFailureTag = 3, kCloseTag = 4;
+constexpr int kAskTag = 5, kAnswerTag = 6;  // "are you alive?" and "yes"
 
 }  // namespace
 
@@ -60,7 +58,7 @@ bool MpiTransport::Close(TimeNs deadline) {
   if (finalized != 0 || announced_ || !failure_.ok() || !broken_.ok()) return true;
   if (!Flush(deadline)) return false;
   for (int peer = 0; peer < size_ && !close_sent_; ++peer) {
-    if (peer != rank_) StartControl(peer, "", 0, 0, kCloseTag);
+    if (peer != rank_) StartControl(peer, "", kCloseTag);
   }
   close_sent_ = true;
   Backoff backoff(spin_ns_, kLongestDataSleep);
@@ -87,11 +85,7 @@ void MpiTransport::Post(int peer, std::string message) {
 
 bool MpiTransport::Poll(int* peer, std::string* message) {
   if (inbox_.empty()) ProgressControl();
-  if (inbox_.empty()) return false;
-  *peer = inbox_.front().first;
-  *message = std::move(inbox_.front().second);
-  inbox_.pop_front();
-  return true;
+  return inbox_.Take(peer, message);
 }
 
 void MpiTransport::Sleep(TimeNs deadline) {
@@ -163,7 +157,7 @@ TimeNs MpiTransport::Silence(int peer) {
   if (close_sent_ && state.asked_ns == 0) return 0;  // no message may follow Close
   if (state.asked_ns != 0) return NowNs() - std::max(state.asked_ns, stopped_until());
   state.asked_ns = NowNs();
-  StartControl(peer, "", 0, 0, kAskTag);
+  StartControl(peer, "", kAskTag);
   return 0;
 }
 
@@ -198,7 +192,7 @@ void MpiTransport::AnnounceFailure(const Status& why) {
   const std::string message = std::to_string(static_cast<int>(announced.code())) + " " +
                               std::to_string(announced.rank()) + " " + announced.message();
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer != rank_) StartControl(peer, message, 0, message.size(), kFailureTag);
+    if (peer != rank_) StartControl(peer, message, kFailureTag);
   }
 }
 
@@ -218,15 +212,15 @@ bool MpiTransport::Flush(TimeNs deadline) {
   }
 }
 
-void MpiTransport::StartControl(int peer, const std::string& text, size_t at, size_t bytes,
-                                int tag) {
+// MPI counts in ints: 2 GiB are more than any control message has.
+void MpiTransport::StartControl(int peer, std::string text, int tag) {
   // Queued before it is sent, because MPI holds a pointer to the text.
   std::deque<Message>& outgoing = PeerOf(peer).outgoing;
-  outgoing.push_back({text.substr(at, bytes), MPI_REQUEST_NULL, tag});
+  outgoing.push_back({std::move(text), MPI_REQUEST_NULL, tag});
   Message& message = outgoing.back();
   const int error = Call("MPI_Isend", [&] {
-    return MPI_Isend(message.text.data(), static_cast<int>(bytes), MPI_BYTE, peer, tag, control_,
-                     &message.request);
+    return MPI_Isend(message.text.data(), static_cast<int>(message.text.size()), MPI_BYTE, peer,
+                     tag, control_, &message.request);
   });
   if (error != MPI_SUCCESS) NoteControlError("MPI_Isend", error, peer);
 }
@@ -234,13 +228,9 @@ void MpiTransport::StartControl(int peer, const std::string& text, size_t at, si
 void MpiTransport::SendControl(int peer) {
   Peer& state = PeerOf(peer);
   while (!state.outbox.empty() && state.outgoing.size() < kControlWindow) {
-    const std::string message = std::move(state.outbox.front());
+    std::string message = std::move(state.outbox.front());
     state.outbox.pop_front();
-    size_t at = 0;
-    for (; message.size() - at > kControlBytes; at += kControlBytes) {
-      StartControl(peer, message, at, kControlBytes, kMoreTag);
-    }
-    StartControl(peer, message, at, message.size() - at, kControlTag);
+    StartControl(peer, std::move(message), kControlTag);
   }
 }
 
@@ -312,24 +302,11 @@ void MpiTransport::Deliver(int peer, Message message) {
     NoteFailure(Status(code, rest + 1, static_cast<int>(blamed)));
     return;
   }
-  if (message.tag == kAskTag) {
-    if (!close_sent_) StartControl(peer, "", 0, 0, kAnswerTag);  // no message may follow Close
-    return;
-  }
-  if (message.tag == kAnswerTag) {
-    state.asked_ns = 0;
-    return;
-  }
-  if (message.tag == kCloseTag) {
-    state.closed = true;
-    return;
-  }
-  if (message.tag == kMoreTag) {
-    state.partial += message.text;
-    return;
-  }
-  if (!state.partial.empty()) message.text.insert(0, std::exchange(state.partial, {}));
-  inbox_.emplace_back(peer, std::move(message.text));
+  if (message.tag == kControlTag) inbox_.emplace_back(peer, std::move(message.text));
+  // No message may follow Close.
+  if (message.tag == kAskTag && !close_sent_) StartControl(peer, "", kAnswerTag);
+  if (message.tag == kAnswerTag) state.asked_ns = 0;
+  if (message.tag == kCloseTag) state.closed = true;
 }
 
 void MpiTransport::NoteControlError(const char* call, int error, int peer) {

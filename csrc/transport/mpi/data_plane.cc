@@ -43,7 +43,7 @@ Status MpiTransport::Wait(Request request, TimeNs deadline) {
   const PostedTransfer posted(request, peers_);
   Backoff backoff(spin_ns_, kLongestDataSleep);
   LongWait wait(backoff.begin_ns());
-  const auto lagging = [&] { return std::to_string(posted.peer); };
+  const auto lagging = [&] { return std::vector<int>{posted.peer}; };
   for (unsigned look = 1; broken_.ok(); ++look) {
     const uint32_t seen = bell_.count();
     if (posted.done()) return Status::Ok();

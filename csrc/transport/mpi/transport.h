@@ -77,7 +77,6 @@ class MpiTransport final : public Transport {
     std::deque<Piece> sending, receiving;
     std::deque<std::string> outbox;  // not yet given to MPI
     std::deque<Message> outgoing, arriving;
-    std::string partial;  // received parts of a control message that has several
     bool failed = false;  // it has announced a failure
     bool closed = false;  // its Close has arrived; nothing follows
     TimeNs asked_ns = 0;  // when it was asked and did not answer yet; 0: it has answered
@@ -103,7 +102,7 @@ class MpiTransport final : public Transport {
   void Abandon();
 
   // control_plane.cc
-  void StartControl(int peer, const std::string& text, size_t at, size_t bytes, int tag);
+  void StartControl(int peer, std::string text, int tag);
   void SendControl(int peer);
   bool ProgressControl();  // true if anything moved
   bool ControlDone(Message& message, int peer);
@@ -128,7 +127,7 @@ class MpiTransport final : public Transport {
   std::vector<Peer> peers_;
   std::vector<Buffer> spare_;
   size_t pieces_ = 0;  // buffers in use
-  std::deque<std::pair<int, std::string>> inbox_;
+  Inbox inbox_;
   std::vector<ProcessIdentity> processes_;  // per rank
   std::vector<bool> here_;                  // per rank: its process can be seen
   TimeNs next_check_ns_ = 0;

@@ -23,11 +23,7 @@ void TcpTransport::Post(int peer, std::string message) { Put(peer, kMessage, mes
 
 bool TcpTransport::Poll(int* peer, std::string* message) {
   if (inbox_.empty()) Events();
-  if (inbox_.empty()) return false;
-  *peer = inbox_.front().first;
-  *message = std::move(inbox_.front().second);
-  inbox_.pop_front();
-  return true;
+  return inbox_.Take(peer, message);
 }
 
 bool TcpTransport::Move() {

@@ -44,7 +44,7 @@ Status TcpTransport::Wait(Request request, TimeNs deadline) {
   Backoff backoff(options_.spin_ns, kLongestSleep, sleeps ? -options_.spin_ns : Backoff::kYield,
                   kLongestSleep);
   LongWait wait(backoff.begin_ns());
-  const auto lagging = [&] { return std::to_string(posted.peer); };
+  const auto lagging = [&] { return std::vector<int>{posted.peer}; };
   for (unsigned look = 1; broken_.ok(); ++look) {
     if (posted.done()) return Status::Ok();
     bool moved = MoveData();

@@ -154,7 +154,7 @@ class TcpTransport final : public Transport {
   std::vector<int> active_;                        // peers with transfers under way
   std::vector<std::pair<int, Plane>> connecting_;  // outgoing links that are not ready
   std::vector<int> losing_;                        // peers that lost a connection and may be alive
-  std::deque<std::pair<int, std::string>> inbox_;
+  Inbox inbox_;
   bool accepting_ = false;  // other connections may wait to be accepted
   bool woken_ = false;      // since the last Sleep
   bool announced_ = false, closing_ = false, failure_shown_ = false;

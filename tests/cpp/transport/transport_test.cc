@@ -238,7 +238,8 @@ TEST(any_thread_can_end_every_kind_of_wait) {
   std::vector<EndlessWait> waits(std::begin(kEndlessWaits), std::end(kEndlessWaits));
   waits.push_back({"shared memory", [](Rank& rank) {
                      return dynamic_cast<ShmTransport&>(rank.transport)
-                         .WaitUntil([] { return false; }, [] { return "1"; }, kForever);
+                         .WaitUntil([] { return false; }, [] { return std::vector<int>{1}; },
+                                    kForever);
                    }});
   for (const EndlessWait& each : waits) {
     std::atomic<int> ended{0};
