@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <type_traits>
+
 namespace hororing::tensorflow {
 
 Api api;
@@ -18,23 +20,6 @@ constexpr char kProofOfType[] =
     "_ZN10tensorflow16ThreadPoolDevice12ComputeAsyncEPNS_13AsyncOpKernelEPNS_15OpKernelContextE"
     "St8functionIFvvEE";
 
-class Lookup {
- public:
-  explicit Lookup(void* library) : library_(library) {}
-
-  template <typename Function>
-  void operator()(const char* name, Function** function) {
-    *function = reinterpret_cast<Function*>(dlsym(library_, name));
-    if (*function == nullptr && missing_.empty()) missing_ = name;
-  }
-
-  const std::string& missing() const { return missing_; }
-
- private:
-  void* const library_;
-  std::string missing_;
-};
-
 }  // namespace
 
 bool LoadApi(std::string* problem) {
@@ -43,45 +28,21 @@ bool LoadApi(std::string* problem) {
     *problem = std::string(kLibrary) + " is not loaded in this process";
     return false;
   }
-  Lookup look(library);
-  look("TF_NewStatus", &api.NewStatus);
-  look("TF_DeleteStatus", &api.DeleteStatus);
-  look("TF_SetStatus", &api.SetStatus);
-  look("TF_GetCode", &api.GetCode);
-  look("TF_Message", &api.Message);
-  look("TF_NewTensor", &api.NewTensor);
-  look("TF_DeleteTensor", &api.DeleteTensor);
-  look("TF_TensorType", &api.TensorType);
-  look("TF_NumDims", &api.NumDims);
-  look("TF_Dim", &api.Dim);
-  look("TF_TensorByteSize", &api.TensorByteSize);
-  look("TF_TensorData", &api.TensorData);
-  look("TF_NewOpDefinitionBuilder", &api.NewOpDefinitionBuilder);
-  look("TF_OpDefinitionBuilderAddAttr", &api.OpDefinitionBuilderAddAttr);
-  look("TF_OpDefinitionBuilderAddInput", &api.OpDefinitionBuilderAddInput);
-  look("TF_OpDefinitionBuilderAddOutput", &api.OpDefinitionBuilderAddOutput);
-  look("TF_OpDefinitionBuilderSetIsStateful", &api.OpDefinitionBuilderSetIsStateful);
-  look("TF_OpDefinitionBuilderSetShapeInferenceFunction",
-       &api.OpDefinitionBuilderSetShapeInferenceFunction);
-  look("TF_RegisterOpDefinition", &api.RegisterOpDefinition);
-  look("TF_ShapeInferenceContextSetUnknownShape", &api.ShapeInferenceContextSetUnknownShape);
-  look("TF_NewKernelBuilder", &api.NewKernelBuilder);
-  look("TF_RegisterKernelBuilder", &api.RegisterKernelBuilder);
-  look("TF_OpKernelConstruction_GetAttrInt64", &api.OpKernelConstruction_GetAttrInt64);
-  look("TF_OpKernelConstruction_Failure", &api.OpKernelConstruction_Failure);
-  look("TF_NumInputs", &api.NumInputs);
-  look("TF_NumOutputs", &api.NumOutputs);
-  look("TF_GetInput", &api.GetInput);
-  look("TF_SetOutput", &api.SetOutput);
-  look("TF_AllocateOutput", &api.AllocateOutput);
-  look("TF_ForwardInputOrAllocateOutput", &api.ForwardInputOrAllocateOutput);
-  look("TF_OpKernelContext_Failure", &api.OpKernelContext_Failure);
+  std::string missing;
+  const auto look = [&](const char* name, auto** function) {
+    *function =
+        reinterpret_cast<std::remove_reference_t<decltype(*function)>>(dlsym(library, name));
+    if (*function == nullptr && missing.empty()) missing = name;
+  };
+#define HORORING_FIND(result, name, parameters) look("TF_" #name, &api.name);
+  HORORING_TENSORFLOW_FUNCTIONS(HORORING_FIND)
+#undef HORORING_FIND
   api.NewAsyncKernelBuilder = nullptr;
   if (dlsym(library, kProofOfType) != nullptr) {
     look("TF_NewAsyncKernelBuilder", &api.NewAsyncKernelBuilder);
   }
-  if (look.missing().empty()) return true;
-  *problem = std::string(kLibrary) + " of this TensorFlow has no function " + look.missing();
+  if (missing.empty()) return true;
+  *problem = std::string(kLibrary) + " of this TensorFlow has no function " + missing;
   return false;
 }
 

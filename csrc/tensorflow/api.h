@@ -46,60 +46,59 @@ enum class TfType : int {
   kHalf = 19,
 };
 
-// The functions, named without the prefix TF_.
+// The functions, named without the prefix TF_. X(result, name, parameters)
+#define HORORING_TENSORFLOW_FUNCTIONS(X)                                                   \
+  X(TF_Status*, NewStatus, ())                                                             \
+  X(void, DeleteStatus, (TF_Status*))                                                      \
+  X(void, SetStatus, (TF_Status*, TfCode, const char* text))                               \
+  X(TfCode, GetCode, (const TF_Status*))                                                   \
+  X(const char*, Message, (const TF_Status*))                                              \
+  X(TF_Tensor*, NewTensor,                                                                 \
+    (TfType, const int64_t* shape, int ndim, void* data, size_t bytes,                     \
+     void (*deallocator)(void* data, size_t bytes, void* argument), void* argument))       \
+  X(void, DeleteTensor, (TF_Tensor*))                                                      \
+  X(TfType, TensorType, (const TF_Tensor*))                                                \
+  X(int, NumDims, (const TF_Tensor*))                                                      \
+  X(int64_t, Dim, (const TF_Tensor*, int index))                                           \
+  X(size_t, TensorByteSize, (const TF_Tensor*))                                            \
+  X(void*, TensorData, (const TF_Tensor*))                                                 \
+  X(TF_OpDefinitionBuilder*, NewOpDefinitionBuilder, (const char* name))                   \
+  X(void, OpDefinitionBuilderAddAttr, (TF_OpDefinitionBuilder*, const char* spec))         \
+  X(void, OpDefinitionBuilderAddInput, (TF_OpDefinitionBuilder*, const char* spec))        \
+  X(void, OpDefinitionBuilderAddOutput, (TF_OpDefinitionBuilder*, const char* spec))       \
+  X(void, OpDefinitionBuilderSetIsStateful, (TF_OpDefinitionBuilder*, bool))               \
+  X(void, OpDefinitionBuilderSetShapeInferenceFunction,                                    \
+    (TF_OpDefinitionBuilder*, void (*)(TF_ShapeInferenceContext*, TF_Status*)))            \
+  X(void, RegisterOpDefinition, (TF_OpDefinitionBuilder*, TF_Status*))                     \
+  X(void, ShapeInferenceContextSetUnknownShape, (TF_ShapeInferenceContext*, TF_Status*))   \
+  X(TF_KernelBuilder*, NewKernelBuilder,                                                   \
+    (const char* op, const char* device, void* (*create)(TF_OpKernelConstruction*),        \
+     void (*compute)(void* kernel, TF_OpKernelContext*), void (*destroy)(void* kernel)))   \
+  X(void, RegisterKernelBuilder, (const char* name, TF_KernelBuilder*, TF_Status*))        \
+  X(void, OpKernelConstruction_GetAttrInt64,                                               \
+    (TF_OpKernelConstruction*, const char* name, int64_t* value, TF_Status*))              \
+  X(void, OpKernelConstruction_Failure, (TF_OpKernelConstruction*, TF_Status*))            \
+  X(int, NumInputs, (TF_OpKernelContext*))                                                 \
+  X(void, GetInput, (TF_OpKernelContext*, int index, TF_Tensor**, TF_Status*))             \
+  X(void, SetOutput, (TF_OpKernelContext*, int index, const TF_Tensor*, TF_Status*))       \
+  X(TF_Tensor*, AllocateOutput,                                                            \
+    (TF_OpKernelContext*, int index, TfType, const int64_t* shape, int ndim, size_t bytes, \
+     TF_Status*))                                                                          \
+  X(TF_Tensor*, ForwardInputOrAllocateOutput,                                              \
+    (TF_OpKernelContext*, const int* candidates, int candidates_count, int output,         \
+     const int64_t* shape, int ndim, int* forwarded, TF_Status*))                          \
+  X(void, OpKernelContext_Failure, (TF_OpKernelContext*, TF_Status*))
+
 struct Api {
-  TF_Status* (*NewStatus)();
-  void (*DeleteStatus)(TF_Status*);
-  void (*SetStatus)(TF_Status*, TfCode, const char* text);
-  TfCode (*GetCode)(const TF_Status*);
-  const char* (*Message)(const TF_Status*);
-
-  TF_Tensor* (*NewTensor)(TfType, const int64_t* shape, int ndim, void* data, size_t bytes,
-                          void (*deallocator)(void* data, size_t bytes, void* argument),
-                          void* argument);
-  void (*DeleteTensor)(TF_Tensor*);
-  TfType (*TensorType)(const TF_Tensor*);
-  int (*NumDims)(const TF_Tensor*);
-  int64_t (*Dim)(const TF_Tensor*, int index);
-  size_t (*TensorByteSize)(const TF_Tensor*);
-  void* (*TensorData)(const TF_Tensor*);
-
-  TF_OpDefinitionBuilder* (*NewOpDefinitionBuilder)(const char* name);
-  void (*OpDefinitionBuilderAddAttr)(TF_OpDefinitionBuilder*, const char* spec);
-  void (*OpDefinitionBuilderAddInput)(TF_OpDefinitionBuilder*, const char* spec);
-  void (*OpDefinitionBuilderAddOutput)(TF_OpDefinitionBuilder*, const char* spec);
-  void (*OpDefinitionBuilderSetIsStateful)(TF_OpDefinitionBuilder*, bool);
-  void (*OpDefinitionBuilderSetShapeInferenceFunction)(TF_OpDefinitionBuilder*,
-                                                       void (*)(TF_ShapeInferenceContext*,
-                                                                TF_Status*));
-  void (*RegisterOpDefinition)(TF_OpDefinitionBuilder*, TF_Status*);
-  void (*ShapeInferenceContextSetUnknownShape)(TF_ShapeInferenceContext*, TF_Status*);
-
-  TF_KernelBuilder* (*NewKernelBuilder)(const char* op, const char* device,
-                                        void* (*create)(TF_OpKernelConstruction*),
-                                        void (*compute)(void* kernel, TF_OpKernelContext*),
-                                        void (*destroy)(void* kernel));
+#define HORORING_MEMBER(result, name, parameters) result(*name) parameters;
+  HORORING_TENSORFLOW_FUNCTIONS(HORORING_MEMBER)
+#undef HORORING_MEMBER
   // Null unless `done` is known to point to a std::function<void()> of the caller.
   TF_KernelBuilder* (*NewAsyncKernelBuilder)(const char* op, const char* device,
                                              void* (*create)(TF_OpKernelConstruction*),
                                              void (*compute)(void* kernel, TF_OpKernelContext*,
                                                              TF_AsyncOpKernelDoneCallback* done),
                                              void (*destroy)(void* kernel));
-  void (*RegisterKernelBuilder)(const char* name, TF_KernelBuilder*, TF_Status*);
-  void (*OpKernelConstruction_GetAttrInt64)(TF_OpKernelConstruction*, const char* name,
-                                            int64_t* value, TF_Status*);
-  void (*OpKernelConstruction_Failure)(TF_OpKernelConstruction*, TF_Status*);
-
-  int (*NumInputs)(TF_OpKernelContext*);
-  int (*NumOutputs)(TF_OpKernelContext*);
-  void (*GetInput)(TF_OpKernelContext*, int index, TF_Tensor**, TF_Status*);
-  void (*SetOutput)(TF_OpKernelContext*, int index, const TF_Tensor*, TF_Status*);
-  TF_Tensor* (*AllocateOutput)(TF_OpKernelContext*, int index, TfType, const int64_t* shape,
-                               int ndim, size_t bytes, TF_Status*);
-  TF_Tensor* (*ForwardInputOrAllocateOutput)(TF_OpKernelContext*, const int* candidates,
-                                             int candidates_count, int output, const int64_t* shape,
-                                             int ndim, int* forwarded, TF_Status*);
-  void (*OpKernelContext_Failure)(TF_OpKernelContext*, TF_Status*);
 };
 
 // Looks up the functions; false, with the reason, if one is missing. Called once, while the plug-in
