@@ -192,7 +192,7 @@ Status HostBackend::RunReducescatter(const Batch& batch, TimeNs deadline, TraceS
   const size_t element = ElementSize(batch.reduce().dtype);
   std::vector<size_t> parts(size, 0);
   for (const BatchEntry& entry : batch.entries) {
-    for (size_t r = 0; r < size; ++r) parts[r] += entry.parts[r];
+    for (size_t r = 0; r < size; ++r) parts[r] += entry.parts[r] * element;
   }
   if (batch.bytes() == 0) return Status::Ok();
   if (size == 1) {
@@ -210,7 +210,7 @@ Status HostBackend::RunReducescatter(const Batch& batch, TimeNs deadline, TraceS
         batch.entries, size,
         [&](const BatchEntry& entry, size_t r) { return entry.parts[r] * element; }, packed);
     buffer.input = packed;
-    buffer.result = packed + ContiguousSpans(parts)[rank].begin * element;
+    buffer.result = packed + ContiguousSpans(parts)[rank].begin;
     span.End(batch.bytes());
   }
   {
@@ -224,7 +224,7 @@ Status HostBackend::RunReducescatter(const Batch& batch, TimeNs deadline, TraceS
   UnpackParts(
       batch.entries, 1,
       [&](const BatchEntry& entry, size_t) { return entry.parts[rank] * element; }, buffer.result);
-  span.End(parts[rank] * element);
+  span.End(parts[rank]);
   return Status::Ok();
 }
 

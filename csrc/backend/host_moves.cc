@@ -1,6 +1,5 @@
 // HostBackend's collectives without arithmetic.
 
-#include <numeric>
 #include <string>
 
 #include "backend/common.h"
@@ -8,6 +7,7 @@
 #include "backend/parts.h"
 #include "base/copy.h"
 #include "collective/collectives.h"
+#include "collective/segments.h"
 
 namespace hororing {
 namespace {
@@ -18,10 +18,6 @@ constexpr size_t kBroadcastAlone = 256 << 10;
 
 void CopyIfMoved(void* to, const void* from, size_t bytes) {
   if (to != from && bytes > 0) CopyBytes(to, from, bytes);
-}
-
-size_t Sum(const std::vector<size_t>& sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), size_t{0});
 }
 
 }  // namespace

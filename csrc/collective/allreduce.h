@@ -14,7 +14,6 @@
 #pragma once
 
 #include <cstddef>
-#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -82,16 +81,16 @@ struct FlatOptions {
 Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,
                  Scratch& scratch, TimeNs deadline, AlgorithmUsed* used);
 
-// The operands of a reduce-scatter: `input`, and the number of layout units in every rank's part,
-// in rank order. This rank's part of the result goes to `result`, which either does not overlap
-// `input` or is this rank's part of it.
+// The operands of a reduce-scatter: `input`, and the bytes of every rank's part, in rank order,
+// which are multiples of the layout's unit. This rank's part of the result goes to `result`, which
+// either does not overlap `input` or is this rank's part of it.
 struct ScatterBuffer {
   ScatterBuffer() = default;
-  ScatterBuffer(const void* from, std::vector<size_t> elements, void* to, const ReduceSpec& spec)
+  ScatterBuffer(const void* from, std::vector<size_t> bytes, void* to, const ReduceSpec& spec)
       : input(static_cast<const std::byte*>(from)),
-        parts(std::move(elements)),
+        parts(std::move(bytes)),
         result(static_cast<std::byte*>(to)),
-        layout(spec, std::accumulate(parts.begin(), parts.end(), size_t{0})) {}
+        layout(spec, Sum(parts) / ElementSize(spec.dtype)) {}
 
   const std::byte* input = nullptr;
   std::vector<size_t> parts;

@@ -23,7 +23,7 @@ Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scra
   const std::vector<Span> chunks = buffer.layout.Parts(transport.size());
   ScatterBuffer scatter;
   scatter.input = buffer.data;
-  for (const Span& chunk : chunks) scatter.parts.push_back(chunk.size / buffer.layout.unit());
+  for (const Span& chunk : chunks) scatter.parts.push_back(chunk.size);
   scatter.result = buffer.data + chunks[static_cast<size_t>(transport.rank())].begin;
   scatter.layout = buffer.layout;
   HORORING_RETURN_IF_ERROR(

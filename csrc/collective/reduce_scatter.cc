@@ -139,7 +139,7 @@ Status RankOrderReduceScatter(Transport& transport, const ScatterBuffer& buffer,
                               TimeNs deadline, size_t segment_bytes) {
   const int size = transport.size();
   const size_t unit = buffer.layout.unit();
-  const std::vector<Span> parts = Scaled(ContiguousSpans(buffer.parts), unit);
+  const std::vector<Span> parts = ContiguousSpans(buffer.parts);
   const size_t largest = LargestSize(parts);
   if (size == 1 || largest == 0) {
     ReduceAlone(buffer.layout, buffer.result, buffer.input);

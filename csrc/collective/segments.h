@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <deque>
+#include <numeric>
 #include <vector>
 
 #include "base/clock.h"
@@ -44,10 +45,8 @@ inline std::vector<Span> ContiguousSpans(const std::vector<size_t>& sizes) {
   return spans;
 }
 
-// The same spans in a unit that is `factor` times smaller, such as bytes instead of elements.
-inline std::vector<Span> Scaled(std::vector<Span> spans, size_t factor) {
-  for (Span& span : spans) span = {span.begin * factor, span.size * factor};
-  return spans;
+inline size_t Sum(const std::vector<size_t>& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), size_t{0});
 }
 
 inline size_t LargestSize(const std::vector<Span>& spans) {

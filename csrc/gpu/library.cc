@@ -18,21 +18,18 @@ std::string FileOf(void* handle, const std::string& otherwise) {
 
 Status Library::Open(const std::string& what, const std::vector<std::string>& paths,
                      Library* library) {
+  std::string tried;
   for (const int loaded : {RTLD_NOLOAD, 0}) {
     for (const std::string& path : paths) {
-      void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | loaded);
-      if (handle == nullptr) continue;
-      library->handle_ = handle;
-      library->path_ = FileOf(handle, path);
-      return Status::Ok();
+      if (void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | loaded)) {
+        library->handle_ = handle;
+        library->path_ = FileOf(handle, path);
+        return Status::Ok();
+      }
+      const char* why = dlerror();
+      if (loaded != 0) continue;
+      tried += (tried.empty() ? "" : "; ") + std::string(why != nullptr ? why : path);
     }
-  }
-  std::string tried;
-  for (const std::string& path : paths) {
-    dlerror();
-    if (dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) != nullptr) continue;
-    const char* why = dlerror();
-    tried += (tried.empty() ? "" : "; ") + std::string(why != nullptr ? why : path);
   }
   return Status(Code::kInvalidArgument, what + " cannot be loaded: " + tried);
 }

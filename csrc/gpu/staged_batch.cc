@@ -1,10 +1,10 @@
 #include "gpu/staged_batch.h"
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "backend/common.h"
+#include "collective/segments.h"
 
 namespace hororing {
 namespace {
@@ -12,10 +12,6 @@ namespace {
 // The intervals of polling an event, and of checking that all peers are alive.
 constexpr TimeNs kEventInterval = 50 * kMicrosecond;
 constexpr TimeNs kPeersInterval = 20 * kMillisecond;
-
-size_t Sum(const std::vector<size_t>& numbers) {
-  return std::accumulate(numbers.begin(), numbers.end(), size_t{0});
-}
 
 struct Extent {
   size_t input, output;  // bytes

@@ -65,7 +65,9 @@ Status TcpTransport::Wait(Request request, TimeNs deadline) {
       if (NowNs() >= Extended(deadline)) broken_ = wait.GiveUp(*this, lagging());
     }
   }
-  Abandon();
+  // The callers may use their memory again: only the kernel still holds bytes, and their streams
+  // are not read any more.
+  for (Peer& peer : peers_) peer.Drop();
   return broken_;
 }
 
@@ -74,8 +76,6 @@ bool TcpTransport::Done(Request request) {
   if (!posted.done()) Move();
   return posted.done() || !broken_.ok() || !failure_.ok();
 }
-
-void TcpTransport::SleepUnless(uint32_t /*seen*/, TimeNs span_ns) { Block(span_ns); }
 
 void TcpTransport::Activate(int peer) {
   if (std::exchange(PeerOf(peer).active, true)) return;
@@ -154,12 +154,6 @@ bool TcpTransport::PullData(int peer) {
     state.receives.FinishFirst();
   }
   return moved;
-}
-
-// After a failure the callers may use their memory again: only the kernel still holds bytes, and
-// their streams are not read any more.
-void TcpTransport::Abandon() {
-  for (Peer& peer : peers_) peer.Drop();
 }
 
 }  // namespace hororing

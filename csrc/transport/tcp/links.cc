@@ -264,7 +264,7 @@ void TcpTransport::CheckLostConnections() {
   }
 }
 
-void TcpTransport::Block(TimeNs span_ns) {
+void TcpTransport::SleepUnless(uint32_t /*seen*/, TimeNs span_ns) {
   if (!connecting_.empty() || !losing_.empty() || !pending_.empty() || accepting_) {
     span_ns = std::min(span_ns, kCheckInterval);
   }

@@ -128,14 +128,12 @@ class TcpTransport final : public Transport {
   void Retry();
   void OnConnectionLost(int peer, int error);
   void CheckLostConnections();
-  void Block(TimeNs span_ns);
 
   // data_plane.cc
   void Activate(int peer);
   bool MoveData();  // true if anything moved
   bool PushData(int peer);
   bool PullData(int peer);
-  void Abandon();
 
   // control_plane.cc
   bool AnnouncesTo(int peer);

@@ -393,7 +393,7 @@ Status RunAlltoall(Transport& transport) {
 // Parts of several segments, of one, and of none. `segment_bytes` 0: the built-in length.
 template <size_t unit, size_t segment_bytes>
 Status RunReduceScatter(Transport& transport) {
-  std::vector<size_t> parts = {5 * unit, 2 * unit, 0, 10};
+  std::vector<size_t> parts = {5 * unit * sizeof(float), 2 * unit * sizeof(float), 0, 40};
   parts.resize(static_cast<size_t>(transport.size()));
   std::vector<float> input(7 * unit + 10, 1.0f), result(5 * unit);
   Scratch scratch;
@@ -492,7 +492,7 @@ TEST(a_deadline_ends_a_collective_that_a_peer_does_not_join) {
         return RingAllreduce(transport, {data.data(), 100, sum}, scratch, After(NowNs(), limit));
       },
       [&](Transport& transport, Scratch& scratch) {
-        return RankOrderReduceScatter(transport, {data.data(), {50, 50}, result.data(), sum},
+        return RankOrderReduceScatter(transport, {data.data(), {200, 200}, result.data(), sum},
                                       scratch, After(NowNs(), limit));
       },
       [&](Transport& transport, Scratch& scratch) {

@@ -83,7 +83,9 @@ void CheckReduceScatter(Rank& rank, const ReduceSpec& spec, const std::vector<si
   }
   Bytes result(expected.size() + 1, 0xA5);
   void* to = in_place ? input.data() + begin * element : result.data();
-  CHECK_OK(RankOrderReduceScatter(rank.transport, {input.data(), parts, to, spec}, scratch, Soon(),
+  std::vector<size_t> bytes;
+  for (const size_t part : parts) bytes.push_back(part * element);
+  CHECK_OK(RankOrderReduceScatter(rank.transport, {input.data(), bytes, to, spec}, scratch, Soon(),
                                   segment_bytes));
   CHECK_EQ(Open(rank.transport), 0u);
   CHECK_EQ(result.back(), 0xA5);
