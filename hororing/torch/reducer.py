@@ -378,20 +378,14 @@ class Reducer(Passes):
         After a KeyboardInterrupt, another call continues.
         """
         self.send_remaining()
-        entries = self._entries
-        sent = [entry for entry in entries if entry[1].state == SENT]
         for gradient, grad, version in self._versions:
             if grad._version != version:
                 self._failures.append(changed_in_flight(gradient.name))
         self._versions = []
         with torch.no_grad():
-            self._wait_for(sent)
+            self._wait_for(self._entries)
             if self.weighing.used or self._failures:
                 self.weighing.finish_total(self._failures)
-        if len(sent) < len(entries):
-            for _, gradient in entries:
-                if gradient.state != SENT:
-                    gradient.reset()
         for gradient in self.unclassified:
             gradient.state = ASK
         # An interrupt may come before everything is reset.
@@ -407,17 +401,21 @@ class Reducer(Passes):
             self.ended = self.passes
 
     def _wait_for(self, entries: list[Entry]) -> None:
-        """Wait for the gradients of `entries`, usually in one call of the core."""
-        if self._on_device and entries:
-            requests = [g for _, g in entries if g.address and g.device != collectives.HOST]
+        """Wait for the gradients of `entries` that are sent, usually in one call of the core."""
+        if self._on_device:
+            sent = [gradient for _, gradient in entries if gradient.state == SENT]
+            requests = [each for each in sent if each.address and each.device != collectives.HOST]
             here = requests[0].stream() if requests else 0
             elsewhere = {int(each.request.stream) for each in requests} - {here}
             complete = not elsewhere and finish_many(self.pending, here)
         else:
             complete = finish_many(self.pending)
-        if complete and entries:
+        if complete:
             entries = finish_gradients(entries, READY if self.passes == 1 else ASK)  # nearly all
         for param, gradient in entries:
+            if gradient.state != SENT:  # it could not be sent, or has been finished
+                gradient.reset()
+                continue
             if complete and gradient.keep is not None:
                 gradient.handle = 0
             with collect(self._failures):
