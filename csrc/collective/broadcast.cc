@@ -10,8 +10,9 @@
 // the root: the smallest power of two that is at least N), it then sends to p + b/2, p + b/4, ...,
 // p + 1, if those are below N. All have the data after ceil(log2 N) messages of S bytes.
 //
-// Chain: place p receives every segment from p - 1 and forwards it to p + 1. The last place has all
-// data after N - 2 + K messages of S / K bytes, for K segments.
+// Chain: place p receives every segment from p - 1 and forwards it to p + 1. That is the ring of
+// allgather.cc, in which only the root has data. The last place has all data after N - 2 + K
+// messages of S / K bytes, for K segments.
 //
 // The chain is chosen if it takes less time by that count (latency is hidden at these sizes): N - 2
 // + K < ceil(log2 N) * K. It is also chosen for two ranks, where both take the same time, to bound
@@ -31,9 +32,6 @@
 namespace hororing {
 namespace {
 
-// Receives posted in advance in the chain.
-constexpr size_t kAhead = 16;
-
 Status Tree(Transport& transport, int root, void* data, size_t bytes, TimeNs deadline) {
   const int size = transport.size();
   const int place = (transport.rank() - root + size) % size;
@@ -51,33 +49,6 @@ Status Tree(Transport& transport, int root, void* data, size_t bytes, TimeNs dea
   return sends.WaitAll();
 }
 
-Status Chain(Transport& transport, int root, std::byte* data, size_t bytes, size_t segment,
-             TimeNs deadline) {
-  const int size = transport.size(), rank = transport.rank();
-  const int place = (rank - root + size) % size;
-  const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
-  const size_t segments = (bytes + segment - 1) / segment;
-  const auto at = [&](size_t number) { return data + number * segment; };
-  const auto size_of = [&](size_t number) { return std::min(segment, bytes - number * segment); };
-
-  Inflight receives(transport, deadline), sends(transport, deadline);
-  for (size_t number = 0; number < segments; ++number) {
-    if (place > 0) {
-      while (receives.added() < std::min(segments, number + kAhead)) {
-        const size_t posted = receives.added();
-        receives.Add(transport.Receive(previous, at(posted), size_of(posted)));
-      }
-      HORORING_RETURN_IF_ERROR(receives.WaitOldest());
-    }
-    if (place < size - 1) {
-      sends.Add(transport.Send(next, at(number), size_of(number)));
-      // Bounds the transfers in flight. The successor waits for its own successor in the same way.
-      if (number >= kAhead) HORORING_RETURN_IF_ERROR(sends.WaitFirst(number + 1 - kAhead));
-    }
-  }
-  return sends.WaitAll();
-}
-
 }  // namespace
 
 Status Broadcast(Transport& transport, int root, void* data, size_t bytes, TimeNs deadline,
@@ -90,7 +61,10 @@ Status Broadcast(Transport& transport, int root, void* data, size_t bytes, TimeN
   const size_t segments = (bytes + segment - 1) / segment;
   const size_t hops = static_cast<size_t>(size - 2);
   if (size == 2 || hops + segments < rounds * segments) {
-    return Chain(transport, root, static_cast<std::byte*>(data), bytes, segment, deadline);
+    std::vector<Span> chunks(static_cast<size_t>(size));
+    chunks[static_cast<size_t>(root)] = {0, bytes};
+    return GatherChunks(transport, static_cast<std::byte*>(data), chunks, {nullptr, segment},
+                        deadline);
   }
   return Tree(transport, root, data, bytes, deadline);
 }
