@@ -10,6 +10,7 @@
 #include <cpuid.h>
 #endif
 
+#include "base/half.h"
 #include "base/reduce_integers.h"
 #include "base/reduce_kernels.h"
 
@@ -234,42 +235,30 @@ void FillWith(void* data, size_t n, T value) {
 }
 
 template <typename T>
-void FillNumbers(ReduceOp op, void* data, size_t n) {
+T Neutral(ReduceOp op) {
   using Limits = std::numeric_limits<T>;
   switch (op) {
-    case ReduceOp::kProduct: return FillWith<T>(data, n, 1);
-    case ReduceOp::kMin:
-      return FillWith<T>(data, n, Limits::has_infinity ? Limits::infinity() : Limits::max());
-    case ReduceOp::kMax:
-      return FillWith<T>(data, n, Limits::has_infinity ? -Limits::infinity() : Limits::lowest());
-    default: return FillWith<T>(data, n, 0);
+    case ReduceOp::kProduct: return 1;
+    case ReduceOp::kMin: return Limits::has_infinity ? Limits::infinity() : Limits::max();
+    case ReduceOp::kMax: return Limits::has_infinity ? -Limits::infinity() : Limits::lowest();
+    default: return 0;
   }
-}
-
-// By the bits of 1 and of infinity.
-void FillShortFloats(ReduceOp op, void* data, size_t n, uint16_t one, uint16_t infinity) {
-  constexpr uint16_t kSign = 0x8000;
-  uint16_t bits = 0;
-  if (op == ReduceOp::kProduct) bits = one;
-  if (op == ReduceOp::kMin) bits = infinity;
-  if (op == ReduceOp::kMax) bits = infinity | kSign;
-  FillWith<uint16_t>(data, n, bits);
 }
 
 }  // namespace
 
 void FillNeutral(const ReduceSpec& spec, void* data, size_t n) {
   switch (spec.dtype) {
-    case DataType::kUint8: return FillNumbers<uint8_t>(spec.op, data, n);
-    case DataType::kInt8: return FillNumbers<int8_t>(spec.op, data, n);
-    case DataType::kUint16: return FillNumbers<uint16_t>(spec.op, data, n);
-    case DataType::kInt16: return FillNumbers<int16_t>(spec.op, data, n);
-    case DataType::kInt32: return FillNumbers<int32_t>(spec.op, data, n);
-    case DataType::kInt64: return FillNumbers<int64_t>(spec.op, data, n);
-    case DataType::kFloat32: return FillNumbers<float>(spec.op, data, n);
-    case DataType::kFloat64: return FillNumbers<double>(spec.op, data, n);
-    case DataType::kFloat16: return FillShortFloats(spec.op, data, n, 0x3c00, 0x7c00);
-    case DataType::kBfloat16: return FillShortFloats(spec.op, data, n, 0x3f80, 0x7f80);
+    case DataType::kUint8: return FillWith(data, n, Neutral<uint8_t>(spec.op));
+    case DataType::kInt8: return FillWith(data, n, Neutral<int8_t>(spec.op));
+    case DataType::kUint16: return FillWith(data, n, Neutral<uint16_t>(spec.op));
+    case DataType::kInt16: return FillWith(data, n, Neutral<int16_t>(spec.op));
+    case DataType::kInt32: return FillWith(data, n, Neutral<int32_t>(spec.op));
+    case DataType::kInt64: return FillWith(data, n, Neutral<int64_t>(spec.op));
+    case DataType::kFloat32: return FillWith(data, n, Neutral<float>(spec.op));
+    case DataType::kFloat64: return FillWith(data, n, Neutral<double>(spec.op));
+    case DataType::kFloat16: return FillWith(data, n, FloatToHalf(Neutral<float>(spec.op)));
+    case DataType::kBfloat16: return FillWith(data, n, FloatToBfloat16(Neutral<float>(spec.op)));
     case DataType::kBool:  // Min and Product are "and", the rest is "or"
       return FillWith<uint8_t>(data, n,
                                spec.op == ReduceOp::kMin || spec.op == ReduceOp::kProduct ? 1 : 0);

@@ -27,37 +27,24 @@ struct Submit {
   bool preallocates() const { return collective != HR_ALLGATHER && collective != HR_ALLTOALL; }
 };
 
-class Reader {
- public:
-  explicit Reader(TF_OpKernelConstruction* construction) : construction_(construction) {}
-
-  int64_t Integer(const char* name) {
+void* Create(TF_OpKernelConstruction* construction) {
+  TfStatus status;
+  const auto integer = [&](const char* name) {
     int64_t value = 0;
-    if (status_.ok()) {
-      api.OpKernelConstruction_GetAttrInt64(construction_, name, &value, status_.get());
+    if (status.ok()) {
+      api.OpKernelConstruction_GetAttrInt64(construction, name, &value, status.get());
     }
     return value;
-  }
-
-  TfStatus* status() { return &status_; }
-
- private:
-  TF_OpKernelConstruction* const construction_;
-  TfStatus status_;
-};
-
-void* Create(TF_OpKernelConstruction* construction) {
-  Reader read(construction);
-  auto submit = std::make_unique<Submit>();
-  submit->collective = read.Integer("collective");
-  submit->process_set = read.Integer("process_set");
-  submit->op = read.Integer("op");
-  submit->root = read.Integer("root");
-  submit->has_splits = read.Integer("has_splits");
-  submit->blocking = read.Integer("blocking");
-  submit->awaits_abandoned = read.Integer("awaits_abandoned");
-  if (read.status()->ok()) return submit.release();
-  api.OpKernelConstruction_Failure(construction, read.status()->get());
+  };
+  const Submit submit{integer("collective"),
+                      integer("process_set"),
+                      integer("op"),
+                      integer("root"),
+                      integer("has_splits"),
+                      integer("blocking"),
+                      integer("awaits_abandoned")};
+  if (status.ok()) return new Submit(submit);
+  api.OpKernelConstruction_Failure(construction, status.get());
   return nullptr;
 }
 

@@ -21,36 +21,24 @@
 namespace hororing {
 namespace {
 
-// A loaded layer for MPI. It stays loaded, because MPI cannot be unloaded.
-struct MpiLibrary {
-  HororingMpiOpen open = nullptr;
-  HororingMpiDescribe describe = nullptr;
-  HororingMpiFinalize finalize = nullptr;
-};
-
 std::mutex mpi_mutex;
-MpiLibrary loaded_mpi;  // GUARDED_BY(mpi_mutex)
+// Of the loaded layer for MPI, which stays loaded, because MPI cannot be unloaded.
+const MpiFunctions* loaded_mpi = nullptr;  // GUARDED_BY(mpi_mutex)
 
-Status LoadMpi(const std::string& path, MpiLibrary* library) {
+Status LoadMpi(const std::string& path, const MpiFunctions** mpi) {
   std::lock_guard<std::mutex> lock(mpi_mutex);
-  if (loaded_mpi.open == nullptr) {
+  if (loaded_mpi == nullptr) {
     void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) {
       return Status(Code::kTransport,
                     std::string("the MPI transport cannot be loaded: ") + dlerror());
     }
-    loaded_mpi.open = reinterpret_cast<HororingMpiOpen>(dlsym(handle, "hororing_mpi_open"));
-    loaded_mpi.describe =
-        reinterpret_cast<HororingMpiDescribe>(dlsym(handle, "hororing_mpi_describe"));
-    loaded_mpi.finalize =
-        reinterpret_cast<HororingMpiFinalize>(dlsym(handle, "hororing_mpi_finalize"));
-    if (loaded_mpi.open == nullptr || loaded_mpi.describe == nullptr ||
-        loaded_mpi.finalize == nullptr) {
-      loaded_mpi = MpiLibrary();
+    loaded_mpi = static_cast<const MpiFunctions*>(dlsym(handle, "hororing_mpi_functions"));
+    if (loaded_mpi == nullptr) {
       return Status(Code::kTransport, path + " is not the MPI transport of this version");
     }
   }
-  *library = loaded_mpi;
+  *mpi = loaded_mpi;
   return Status::Ok();
 }
 
@@ -326,12 +314,10 @@ Status MakeWorld(const WorldOptions& options, World* world) {
   if (options.bootstrap != nullptr) {
     return MakeWorld(*options.bootstrap, options, deadline, std::move(over_mpi), world);
   }
-  MpiLibrary mpi;
+  const MpiFunctions* mpi = nullptr;
   HORORING_RETURN_IF_ERROR(LoadMpi(options.mpi_library_path, &mpi));
   Transport* opened = nullptr;
-  Status status;
-  mpi.open(&options.mpi, options.spin_ns, deadline, &opened, &status);
-  HORORING_RETURN_IF_ERROR(status);
+  HORORING_RETURN_IF_ERROR(mpi->open(options.mpi, options.spin_ns, deadline, &opened));
   over_mpi.reset(opened);
   TransportBootstrap bootstrap(opened);
   return MakeWorld(bootstrap, options, deadline, std::move(over_mpi), world);
@@ -347,18 +333,16 @@ std::vector<std::unique_ptr<Transport>> MakeInprocWorld(int size, TimeNs spin_ns
 }
 
 void FinalizeMpi() {
-  HororingMpiFinalize finalize = nullptr;
-  {
-    std::lock_guard<std::mutex> lock(mpi_mutex);
-    finalize = loaded_mpi.finalize;
-  }
-  if (finalize != nullptr) finalize();
+  std::unique_lock<std::mutex> lock(mpi_mutex);
+  const MpiFunctions* const mpi = loaded_mpi;
+  lock.unlock();
+  if (mpi != nullptr) mpi->finalize();
 }
 
 Status DescribeMpi(const std::string& mpi_library_path, MpiInfo* info) {
-  MpiLibrary mpi;
+  const MpiFunctions* mpi = nullptr;
   HORORING_RETURN_IF_ERROR(LoadMpi(mpi_library_path, &mpi));
-  mpi.describe(info);
+  mpi->describe(info);
   return Status::Ok();
 }
 

@@ -69,7 +69,7 @@ void RouteControl(const WorldOptions& options, World* world);
 // N ranks inside this process, for tests: element r belongs to the thread of rank r.
 std::vector<std::unique_ptr<Transport>> MakeInprocWorld(int size, TimeNs spin_ns);
 
-// Ends MPI if MakeWorld has started it; see HororingMpiFinalize.
+// Ends MPI if MakeWorld has started it; see MpiFunctions.
 void FinalizeMpi();
 Status DescribeMpi(const std::string& mpi_library_path, MpiInfo* info);
 

@@ -45,19 +45,18 @@ struct MpiInfo {
   bool initialized = false;
 };
 
-// The entry points of that library, which transport/factory.cc resolves with dlsym.
-extern "C" {
-// Initialises MPI if necessary (asks for MULTIPLE, accepts SERIALIZED), else checks the thread
-// level. Waits for the other ranks until `deadline`, as far as MPI permits: MPI_Init_thread and,
-// for `world.ranks`, MPI_Comm_create_group have no deadline.
-using HororingMpiOpen = void (*)(const MpiWorld* world, TimeNs spin_ns, TimeNs deadline,
-                                 Transport** transport, Status* status);
-// Does not initialise MPI.
-using HororingMpiDescribe = void (*)(MpiInfo* info);
-// Calls MPI_Finalize if HororingMpiOpen initialised MPI, it has not been finalised since, and no
-// rank has failed (MPI would wait for that rank). Once per process, at its very end: MPI cannot be
-// initialised again.
-using HororingMpiFinalize = void (*)();
-}
+// What that library exports, as `hororing_mpi_functions`; transport/factory.cc finds it with dlsym.
+struct MpiFunctions {
+  // Initialises MPI if necessary (asks for MULTIPLE, accepts SERIALIZED), else checks the thread
+  // level. Waits for the other ranks until `deadline`, as far as MPI permits: MPI_Init_thread and,
+  // for `world.ranks`, MPI_Comm_create_group have no deadline.
+  Status (*open)(const MpiWorld& world, TimeNs spin_ns, TimeNs deadline, Transport** transport);
+  // Does not initialise MPI.
+  void (*describe)(MpiInfo* info);
+  // Calls MPI_Finalize if `open` initialised MPI, it has not been finalised since, and no rank has
+  // failed (MPI would wait for that rank). Once per process, at its very end: MPI cannot be
+  // initialised again.
+  void (*finalize)();
+};
 
 }  // namespace hororing

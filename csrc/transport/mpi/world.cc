@@ -16,8 +16,6 @@
 #include "transport/mpi_transport.h"
 #include "transport/polling.h"
 
-#define HORORING_EXPORT extern "C" __attribute__((visibility("default")))
-
 namespace hororing {
 namespace {
 
@@ -190,16 +188,7 @@ const char* LevelName(int level) {
   return level == MPI_THREAD_FUNNELED ? "funneled" : "single";
 }
 
-}  // namespace
-}  // namespace hororing
-
-HORORING_EXPORT void hororing_mpi_open(const hororing::MpiWorld* world, hororing::TimeNs spin_ns,
-                                       hororing::TimeNs deadline, hororing::Transport** transport,
-                                       hororing::Status* status) {
-  *status = hororing::Open(*world, spin_ns, deadline, transport);
-}
-
-HORORING_EXPORT void hororing_mpi_describe(hororing::MpiInfo* info) {
+void Describe(MpiInfo* info) {
   char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
   int bytes = 0, initialized = 0, finalized = 0;
   MPI_Get_library_version(text, &bytes);
@@ -213,11 +202,18 @@ HORORING_EXPORT void hororing_mpi_describe(hororing::MpiInfo* info) {
   if (!info->initialized) return;
   int level = 0;
   MPI_Query_thread(&level);
-  info->thread_level = hororing::LevelName(level);
+  info->thread_level = LevelName(level);
 }
 
-HORORING_EXPORT void hororing_mpi_finalize(void) {
+void Finalize() {
   int finalized = 0;
   MPI_Finalized(&finalized);
-  if (hororing::initialized_here && !hororing::broken_here && finalized == 0) MPI_Finalize();
+  if (initialized_here && !broken_here && finalized == 0) MPI_Finalize();
 }
+
+}  // namespace
+}  // namespace hororing
+
+extern "C" __attribute__((visibility("default")))
+const hororing::MpiFunctions hororing_mpi_functions = {hororing::Open, hororing::Describe,
+                                                       hororing::Finalize};
