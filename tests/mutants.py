@@ -38,8 +38,8 @@ OPTIMIZER = "pytest test_torch_optimizer.py -k 3"
 
 FAULTS = [
     Fault("the last elements of a sum are lost", "csrc/base/reduce_kernels.inc",
-          "sum = Combined<Op, In>(sum, BeginRest<In>(scaling, sources[source], at, left));",
-          "sum = Combined<Op, In>(sum, BeginRest<In>(scaling, sources[source], at, left - 1));",
+          "sum = Combined<Op, In>(sum, BeginRest<In>(scaling, sources, source, at, left));",
+          "sum = Combined<Op, In>(sum, BeginRest<In>(scaling, sources, source, at, left - 1));",
           "reduce_test"),
     Fault("bfloat16 is cut instead of rounded", "csrc/base/half.h",
           "const Bits rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);",
@@ -63,10 +63,8 @@ FAULTS = [
     Fault("a fused tensor is unpacked from a wrong place", "csrc/backend/host_backend.cc",
           "from += RoundUp(bytes, kEntryAlign);", "from += bytes;", "backend_test"),
     Fault("rank 0 is always the root", "csrc/backend/host_moves.cc",
-          "const bool is_root = transport_.rank() == batch.root;\n"
-          "  std::vector<const BatchEntry*> alone",
-          "const bool is_root = transport_.rank() == 0;\n"
-          "  std::vector<const BatchEntry*> alone", "backend_others_test"),
+          "const bool is_root = transport_.rank() == batch.root;\n  size_t total",
+          "const bool is_root = transport_.rank() == 0;\n  size_t total", "backend_others_test"),
     Fault("a tensor is summed as one of the type before it", "csrc/collective/layout.cc",
           "if (!runs_.empty() && runs_.back().spec == spec) {",
           "if (!runs_.empty()) {", "collective_test"),
@@ -102,8 +100,8 @@ FAULTS = [
           "  submitted->clear();\n  std::lock_guard<std::mutex> lock(mutex_);\n",
           "  submitted->clear();\n", "tsan engine_test"),
     Fault("handles are made without the lock", "csrc/engine/handle_table.cc",
-          "int64_t HandleTable::Create() {\n  std::lock_guard<std::mutex> lock(mutex_);",
-          "int64_t HandleTable::Create() {", "tsan engine_test"),
+          "size_t count, bool done) {\n  std::lock_guard<std::mutex> lock(mutex_);",
+          "size_t count, bool done) {", "tsan engine_test"),
     Fault("the optimizer does not wait", "hororing/torch/reducer.py",
           "            complete = finish_many(self.pending)\n", "            complete = True\n",
           OPTIMIZER),
@@ -115,6 +113,9 @@ FAULTS = [
           OPTIMIZER),
     Fault("a group is sent in the order of arrival", "hororing/torch/submission.py",
           "order = sorted(self._waiting)", "order = list(self._waiting)", OPTIMIZER),
+    Fault("compressed gradients all have the same weight", "hororing/torch/weighing.py",
+          "return weight * len(self._members.ranks) / total", "return 1.0",
+          "pytest test_torch_compression.py -k 3"),
     Fault("the predivide factor is lost", "hororing/reduction.py",
           "return 1.0 / self.predivide, self.predivide", "return 1.0 / self.predivide, 1.0",
           OPTIMIZER),
@@ -152,7 +153,8 @@ FAULTS = [
 def run(command: list[str]) -> tuple[int, str]:
     """The exit code, and what was printed."""
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": "1",
-                   "CMAKE_ARGS": "-DHORORING_TESTING=ON"}  # fmt: skip
+                   "CMAKE_ARGS": "-DHORORING_TESTING=ON",
+                   "TSAN_OPTIONS": "halt_on_error=1"}  # fmt: skip
     done = subprocess.run(
         command, cwd=SOURCE, env=environment, check=False, text=True, errors="replace",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import textwrap
 from pathlib import Path
@@ -78,6 +79,18 @@ def test_the_walk_of_a_gradient_passes_through_functions_that_are_there() -> Non
     ]
     assert len(rows) > 50
     assert gone == []
+
+
+def test_seeded_faults_are_current_and_listed() -> None:
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / "tests/mutants.py")
+    assert spec is not None
+    assert spec.loader is not None
+    mutants = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutants)
+    page = (ROOT / "docs/testing.md").read_text("utf-8")
+    for fault in mutants.FAULTS:
+        assert (ROOT / fault.file).read_text("utf-8").count(fault.old) == 1, fault.name
+        assert f"* {fault.name} (`{fault.file}`):" in page, fault.name
 
 
 def test_every_counter_is_explained() -> None:
