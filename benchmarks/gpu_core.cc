@@ -42,17 +42,14 @@ class OnDevice {
  public:
   OnDevice(const Device& device, std::vector<Number> values, size_t offset = 0)
       : device_(device), values_(std::move(values)), offset_(offset) {
-    status_ = device.AllocatePlain((values_.size() + offset) * sizeof(Number) + 1, &memory_);
+    status_ = device.Allocate((values_.size() + offset) * sizeof(Number) + 1, &memory_);
     if (status_.ok()) status_ = device.CopyToDevice(data(), values_.data(), bytes());
     if (status_.ok()) status_ = Finish(device);
-  }
-  ~OnDevice() {
-    if (memory_ != nullptr) device_.Free(memory_);
   }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
 
-  Number* data() const { return static_cast<Number*>(memory_) + offset_; }
+  Number* data() const { return static_cast<Number*>(memory_->data()) + offset_; }
   size_t bytes() const { return values_.size() * sizeof(Number); }
   const Status& status() const { return status_; }
   // What lies there when the private stream has come so far; "" where it is `wanted`.
@@ -74,7 +71,7 @@ class OnDevice {
   const Device& device_;
   std::vector<Number> values_;
   const size_t offset_;
-  void* memory_ = nullptr;
+  std::shared_ptr<DeviceMemory> memory_;
   Status status_;
 };
 

@@ -68,9 +68,10 @@ int main(int argc, char** argv) {
   for (int i = 0; i < 53; ++i) sizes.push_back(least_large << (i % 6));
   size_t total = 0;
   for (size_t bytes : sizes) total += bytes;
-  void *from = nullptr, *to = nullptr;
-  Check(device->AllocatePlain(total, &from));
-  Check(device->AllocatePlain(total, &to));
+  std::shared_ptr<DeviceMemory> source, target;
+  Check(device->Allocate(total, &source));
+  Check(device->Allocate(total, &target));
+  void *const from = source->data(), *const to = target->data();
   std::vector<DeviceCopy> packed;
   size_t at = 0;
   for (size_t bytes : sizes) {
@@ -85,7 +86,5 @@ int main(int argc, char** argv) {
     for (const DeviceCopy& copy : packed) Check(device->CopyOnDevice({copy}));
     return Status::Ok();
   });
-  device->Free(from);
-  device->Free(to);
   return 0;
 }

@@ -51,8 +51,6 @@ Algorithm HostBackend::Choose(const Batch& batch) const {
   return CheapestFlat(VolumeOf(batch), shape_, options_.wire);
 }
 
-bool HostBackend::Supports(const Batch&) const { return true; }
-
 Status HostBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   algorithm_used_ = AlgorithmUsed::kNotCounted;
   switch (batch.kind) {

@@ -1,7 +1,5 @@
 // HostBackend's collectives without arithmetic.
 
-#include <string>
-
 #include "backend/common.h"
 #include "backend/host_backend.h"
 #include "backend/parts.h"

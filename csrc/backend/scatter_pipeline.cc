@@ -1,7 +1,5 @@
 #include "backend/scatter_pipeline.h"
 
-#include <cstring>
-
 #include "backend/common.h"
 #include "collective/slice_exchange.h"
 

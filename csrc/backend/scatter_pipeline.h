@@ -20,7 +20,6 @@
 #pragma once
 
 #include <cstddef>
-#include <deque>
 #include <vector>
 
 #include "backend/host_pipeline.h"

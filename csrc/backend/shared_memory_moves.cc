@@ -1,5 +1,4 @@
 // SharedMemoryBackend's all-gather and reduce-scatter: who sends what to whom.
-#include <cstring>
 #include <string>
 #include <utility>
 

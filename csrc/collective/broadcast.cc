@@ -23,7 +23,6 @@
 // al., "Performance analysis of MPI collective operations", Cluster Comput. 10 (2007) 127-143,
 // doi:10.1007/s10586-007-0012-0 (chain).
 
-#include <algorithm>
 #include <vector>
 
 #include "collective/collectives.h"

@@ -25,7 +25,6 @@
 // doi:10.1177/1094342005051521.
 
 #include <string>
-#include <utility>
 
 #include "collective/allreduce.h"
 

@@ -49,8 +49,6 @@ Status Parse(const std::string& name, GpuMode* mode) {
 CudaBackend::CudaBackend(Transport& transport, const Options& options, std::vector<Backend*> host)
     : transport_(transport), options_(options), staged_(transport, std::move(host)) {}
 
-CudaBackend::~CudaBackend() = default;
-
 Status CudaBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   const TimeNs timeout = deadline == kForever ? kForever : deadline - NowNs();
   if (!chosen_) HORORING_RETURN_IF_ERROR(Choose(deadline));

@@ -33,7 +33,6 @@ class CudaBackend final : public Backend {
   };
   // `host` as for StagedBatches.
   CudaBackend(Transport& transport, const Options& options, std::vector<Backend*> host);
-  ~CudaBackend() override;
 
   const char* name() const override { return "cuda"; }
   bool on_device() const override { return true; }

@@ -5,9 +5,7 @@
 // real header, if present.
 #pragma once
 
-#include <climits>
 #include <cstddef>
-#include <cstdint>
 #include <string>
 
 #include "base/status.h"

@@ -1,7 +1,6 @@
 #include "gpu/staged_batch.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "backend/common.h"
 #include "collective/segments.h"

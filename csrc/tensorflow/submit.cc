@@ -1,5 +1,4 @@
 // HororingSubmit: hands tensors to the engine and returns a handle at once.
-#include <memory>
 #include <string>
 #include <vector>
 

@@ -16,7 +16,6 @@
 // deadline. Ignore SIGPIPE, as Python does: MPI writes to the sockets of dead peers.
 #pragma once
 
-#include <memory>
 #include <string>
 #include <vector>
 

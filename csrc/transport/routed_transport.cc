@@ -1,7 +1,5 @@
 #include "transport/routed_transport.h"
 
-#include <algorithm>
-
 #include "transport/polling.h"
 
 namespace hororing {

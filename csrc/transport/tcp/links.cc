@@ -62,8 +62,6 @@ TcpTransport::TcpTransport(int rank, std::vector<std::string> addresses, Socket 
       listener_(std::move(listener)),
       peers_(addresses_.size()) {}
 
-TcpTransport::~TcpTransport() = default;
-
 Status TcpTransport::Watch(int fd, uint64_t what, uint32_t events) {
   epoll_event event = {};
   event.events = events;

@@ -17,7 +17,6 @@
 // tried until it would block.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -50,7 +49,6 @@ class TcpTransport final : public Transport {
   // `addresses[r]`: where rank r listens; `listener` is this rank's.
   static Status Make(int rank, std::vector<std::string> addresses, Socket listener,
                      TcpOptions options, std::unique_ptr<Transport>* made);
-  ~TcpTransport() override;
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(addresses_.size()); }
