@@ -168,7 +168,7 @@ def test_too_few_for_too_long_ends_the_job():
 def test_an_interrupted_wait_can_be_repeated():
     with opened(np=2) as (store, _):
         first, second = member(store), member(store)
-        first._say(  # as `next_world`, whose answer nobody waits for
+        first._send(  # as `next_world`, whose answer nobody waits for
             {"do": "ready", "ask": 0, "generation": 0, "step": 0, "marks": 0, "failed": False}
         )
         assert worlds(second)[0].generation == 1
