@@ -31,8 +31,10 @@ def opened(**how: Any) -> Iterator[tuple[ElasticStore, list[Event]]]:
     told = {"np": 2, "min_np": 1, "peer_timeout_s": DEADLINE_S, **how}
     store = ElasticStore(job="a job", secret=SECRET, on_event=events.append, **told)
     store.start_thread()
-    yield store, events
-    store.stop()
+    try:
+        yield store, events
+    finally:
+        store.stop()
 
 
 def member(store: ElasticStore, **how: Any) -> ElasticMember:
