@@ -161,11 +161,11 @@ class Weighing:
 
         always : all ranks call it, also those without a weight, and `wait_total` compares them.
         """
+        self._checks |= always
         if self._started:
             return
         self.sent, self.all_zero = self.current, False
         if always or self.sent is not None:
-            self._checks = always
             self._start_total()
 
     def _start_total(self) -> None:
@@ -230,7 +230,7 @@ class Weighing:
         self.wait_total()
         if self._problem is not None and not failures:
             failures.append(self._problem)
-        self._started, self._problem = False, None
+        self._started, self._checks, self._problem = False, False, None
         self.reset_passes()
 
     def abandon(self) -> None:
@@ -242,7 +242,7 @@ class Weighing:
         if self._request.handle:
             self._request.abandon()
             self._total = torch.zeros_like(self._total)  # the core may still write to the old one
-        self._started, self._problem = False, None
+        self._started, self._checks, self._problem = False, False, None
 
 
 def _times(grad: torch.Tensor, factor: float) -> torch.Tensor:

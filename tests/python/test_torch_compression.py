@@ -216,7 +216,8 @@ def case_a_weight_on_some_ranks_only_is_an_error():
         named = [each for each in parameters() if each[1].numel() > 1000]  # nothing is uncompressed
         optimizer = distributed(named, method)
         given = [each for each in gradients(0)[hvd.rank()] if each.numel() > 1000]
-        for weight in (None, 2.0 if hvd.rank() == 1 else None, 1.0, 3.0 if hvd.rank() else None):
+        some = 2.0 if hvd.rank() else None
+        for weight in (some, None, some, 1.0, some):
             optimizer.zero_grad()
             optimizer.weight = weight
             if hvd.allreduce(torch.tensor(float(weight is None))) in (0, 1):
@@ -564,6 +565,19 @@ def case_ranks_that_compress_differently_all_fail():
             with pytest.raises(hvd.MismatchError):
                 backward(named, gradients(step)[hvd.rank()])
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+def case_gradients_of_different_shapes_are_an_error_that_names_them():
+    if hvd.size() == 1:
+        return
+    for method in METHODS:
+        shapes = [(60, 40), (50, 40 + hvd.rank() % 2)]
+        named = [(f"p{at}", nn.Parameter(torch.zeros(shape))) for at, shape in enumerate(shapes)]
+        optimizer = distributed(named, method)
+        optimizer.weight = 1.0
+        text = r"rank 0: p1 of shape \(50, 40\); rank 1: p1 of shape \(50, 41\)"
+        with pytest.raises(hvd.MismatchError, match=text):
+            backward(named, [torch.ones(shape) for shape in shapes])
 
 
 def case_sparse_gradients_are_an_error_that_says_what_to_do():

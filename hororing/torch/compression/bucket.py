@@ -8,6 +8,7 @@ collectives, so ranks may use any order.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -225,16 +226,27 @@ class Bucket(Group):
         one by one. That rank waits for all of them, so this rank then sends the others, too.
         """
         names, process_set = [self.names[position] for position in order], options.process_set
-        mine = f"{self._method} for {len(names)} gradients, {names[0]} to {names[-1]}"
+        mine = "\n".join(
+            [str(self._method)]
+            + [
+                f"{name} of shape {tuple(gradient.shape)}"
+                for name, gradient in zip(names, given, strict=True)
+            ]
+        )
         text = torch.tensor([*mine.encode(), 0], dtype=torch.uint8, device="cpu")
         try:
             gathered = yield verbs.allgather_async(text, names[0], process_set)
-            theirs = bytes(gathered.tolist()).decode().split("\0")
-            self._agreed = set(theirs) == {mine, ""}
-            ranks = "; ".join(map("rank {}: {}".format, process_set.ranks, theirs))
-            why = f"compression differs: {ranks}"
+            theirs = [
+                each.split("\n") for each in bytes(gathered.tolist()).decode().split("\0")[:-1]
+            ]
+            lines = list(itertools.zip_longest(*theirs, fillvalue="no further gradient"))
+            differing = [line for line in lines if len(set(line)) > 1]
+            self._agreed = not differing
+            if differing:
+                ranks = "; ".join(map("rank {}: {}".format, process_set.ranks, differing[0]))
+                why = f"compression differs: {ranks}"
         except MismatchError as error:
-            why = f"compression differs, this rank has {mine}: {error}"
+            why = f"compression differs, this rank has {self._method} for {names[0]}: {error}"
         if not self._agreed:
             for name, gradient in zip(names[1:], given[1:], strict=True):
                 with contextlib.suppress(MismatchError):
