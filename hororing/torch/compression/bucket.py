@@ -229,7 +229,7 @@ class Bucket(Group):
         mine = "\n".join(
             [str(self._method)]
             + [
-                f"{name} of shape {tuple(gradient.shape)}"
+                f"{name}, {gradient.dtype}, of shape {tuple(gradient.shape)}"
                 for name, gradient in zip(names, given, strict=True)
             ]
         )
