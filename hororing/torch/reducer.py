@@ -4,8 +4,7 @@ Hooks queue gradients. One call of the core sends the queue when it is large eno
 of the backward pass, because other ranks may wait for it. `Reducer.send_remaining` sends what the
 hooks did not, when the last backward pass of a step ends, or `Reducer.synchronize` does if it has
 not ended; hooks only send earlier. If several optimizers have gradients in one pass, all of them
-send theirs before the first one waits: another rank may lack some of them, and sends those in
-`step()`. It is independent of the steps of hororing/torch/optimizer.py.
+send theirs before the first one waits: another rank may lack some, and sends those in `step()`.
 
 Note [Shared parameters]. If several optimizers have a parameter, the newest of them reduces it, as
 one of its gradients: an older one may be garbage on some ranks. The step of an older one makes sure
