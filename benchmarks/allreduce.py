@@ -1,15 +1,16 @@
-"""In-place sums of 4 B to 256 MiB: hororing against MPI_Allreduce, gloo and, if there, Horovod.
+"""In-place sums of 4 B to 256 MiB: hororing, MPI_Allreduce, gloo and, if installed, Horovod.
 
     mpirun -np 2 python benchmarks/allreduce.py --json result.json
     mpirun -np 2 python benchmarks/allreduce.py --dtypes float32 float16 bfloat16 --elements
 
-How it is timed: turns.py. `algbw` is bytes / time and `busbw` is algbw * 2 (N - 1) / N, as in
-nccl-tests. With --elements sizes count elements of float32, and all dtypes take their turns
-together, so that they are compared per element.
+turns.py does the timing. `algbw` is bytes / time and `busbw` is algbw * 2 (N - 1) / N, as in
+nccl-tests. With --elements, sizes count float32 elements, and all dtypes take turns with one
+another, so that they are compared per element.
 
-`copy (limit)` is what memory allows: every rank copies its tensor, all at once. A sum in place
-must read every rank's tensor and write every rank's result, and a copy reads and writes as much;
-what else an algorithm moves (slots, temporaries, messages) it must keep in caches to get there.
+`copy (limit)` shows the memory bandwidth: all ranks copy their tensors at once. An in-place sum
+must read every rank's tensor and write every rank's result; a copy reads and writes as much. An
+algorithm reaches this limit only if its other traffic (slots, temporaries, messages) stays in
+caches.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ LIMIT = "copy (limit)"
 
 
 def series_length(nbytes: int) -> int:
-    """Calls of about two milliseconds in all, if a call takes 20 us and a byte 0.2 ns."""
+    """The number of calls in about 2 ms, if a call takes 20 us and a byte 0.2 ns."""
     return max(1, min(50, int(2e-3 / (20e-6 + 0.2e-9 * nbytes))))
 
 
 def ways_of(nbytes: int, dtype: str, options) -> tuple[int, dict[str, Callable[[], object]]]:
-    """Elements of one tensor, and all contestants who know the dtype."""
+    """Return the number of elements of a tensor, and all contestants that support the dtype."""
     kind = getattr(torch, dtype)
     count = max(1, nbytes // (4 if options.elements else kind.itemsize))
     tensor = torch.zeros(count, dtype=kind)
-    tensor.fill_(0.0)  # pages of its own, not the one of zeros
+    tensor.fill_(0.0)  # its own pages, not the shared zero page
     runs = dict(options.runs)
-    if dtype != "float32":  # no datatype of MPI; NumPy has no bfloat16
+    if dtype != "float32":  # MPI has no 16-bit floats, and NumPy has no bfloat16
         runs.pop(peers.mpi_name())
-    if dtype != "bfloat16":  # Horovod has none
+    if dtype != "bfloat16":  # Horovod does not support it
         runs |= {name: peer.sum for name, peer in options.horovods.items()}
     ways = {name: (lambda run=run: run(tensor)) for name, run in runs.items()}
     if dtype == "float32" and options.limit:
@@ -55,7 +56,7 @@ def ways_of(nbytes: int, dtype: str, options) -> tuple[int, dict[str, Callable[[
 
 
 def rows_of(nbytes: int, dtypes: list[str], options) -> list[Row]:
-    """One size: all dtypes, which take turns with one another."""
+    """Measure one size: all dtypes take turns with one another."""
     ways: dict[tuple[str, str], Callable[[], object]] = {}
     counts = {}
     for dtype in dtypes:
@@ -89,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-bytes", type=int, default=SIZES[-1], help="largest size")
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
     parser.add_argument("--elements", action="store_true", help="compare per element")
-    parser.add_argument("--limit", action="store_true", help="time copies of memory, too")
+    parser.add_argument("--limit", action="store_true", help="also time memory copies")
     parser.add_argument("--peers", nargs="*", choices=["gloo"], help="besides MPI")
     horovod_peer.add_option(parser)
     options = parser.parse_args(argv)

@@ -1,12 +1,12 @@
-"""The whole comparison, one result file: what `make bench` runs. Half an hour on 2 cores.
+"""Run the whole comparison into one result file (`make bench`). It takes half an hour on 2 cores.
 
     python benchmarks/bench.py                    # everything
-    python benchmarks/bench.py --only step sets   # some parts, merged into the file that is there
-    python benchmarks/bench.py --quick            # only see that it runs
+    python benchmarks/bench.py --only step sets   # some parts, merged into the existing file
+    python benchmarks/bench.py --quick            # a smoke test
 
-Each part is one of the benchmarks here under mpirun, a job of its own, in which we and the peers
-take turns (turns.py). A part that fails, or runs out of time, is written down as failed, with
-what it had by then; so is one that does not fit --budget any more. Missing peers are named.
+Each part is one of the benchmarks in this folder, run as its own mpirun job, in which hororing and
+its peers take turns (turns.py). A part that fails or times out is recorded as failed, with its
+figures so far; so is a part that no longer fits --budget. Missing peers are named.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ import record
 HERE = Path(__file__).parent
 MIB = 1 << 20
 
-# What is known to make Open MPI's allreduce fast here: a ring, and a malloc that keeps the
-# temporaries' pages (otherwise half of the time are page faults). malloc's settings hold for all
-# that take part in the job.
+# Known to make Open MPI's allreduce fast: a ring, and a malloc that keeps the pages of temporaries
+# (otherwise page faults take half of the time). The malloc settings apply to all contestants.
 TUNED = {
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
@@ -40,7 +39,7 @@ TUNED = {
     "BENCHMARK_MPI_NOTE": "tuned",
 }
 
-# Between pretend hosts; every one believes that it has all cores to itself.
+# Between emulated hosts, each of which assumes that it has all cores to itself.
 HOSTS = {"OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_pml": "ob1", "OMPI_MCA_osc": "^ucx",
          "OMPI_MCA_mpi_yield_when_idle": "1"}  # fmt: skip
 
@@ -48,9 +47,9 @@ HOSTS = {"OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_pml": "ob1", "OMPI_MCA_osc": "
 class Part(NamedTuple):
     """One job.
 
-    `scale`: of --seconds, for what takes longer than its results are worth. `layout`: ranks on
-    each of several pretend hosts, with links of `rate`. `rows_of`: makes rows of what the script
-    writes, if it writes anything else, and has options of its own.
+    `scale` multiplies --seconds, for parts that take longer than their results are worth. `layout`
+    is the number of ranks on each emulated host, and `rate` the rate of the links. `rows_of`
+    converts the report of a script that has its own format and options.
     """
 
     name: str
@@ -66,7 +65,7 @@ class Part(NamedTuple):
 
 
 def hook_rows(report: dict[str, Any]) -> list[record.Row]:
-    """What hooks.py has written, as rows of training steps."""
+    """Convert the report of hooks.py to rows of training steps."""
     names = {"ddp": "DDP", "ddp_views": "DDP's views", "horovod": "Horovod",
              "horovod_quick": "Horovod, 0.1 ms"}  # fmt: skip
     rows = []
@@ -82,13 +81,13 @@ def hook_rows(report: dict[str, Any]) -> list[record.Row]:
 
 
 def host_rows(report: dict[str, Any]) -> list[record.Row]:
-    """What hosts.py has written: collectives over several hosts, and what the wires allow."""
+    """Convert the report of hosts.py: collectives over several hosts, and the wire limit."""
     mpi = report["mpi"].split(",")[0].replace(" v", " ")
     names = {"auto": "hororing", "over_mpi": "hororing, over MPI", "mpi": mpi, "gloo": "gloo"}
     rows = []
     for of_size in report.pop("results"):
         nbytes, collective = of_size.pop("bytes"), of_size.pop("collective")
-        if not of_size:  # ended before anybody's first turn
+        if not of_size:  # the job ended before the first turn
             continue
         name = record.human(nbytes)
         if collective != "allreduce":
@@ -107,10 +106,10 @@ def sizes(*mib: float) -> tuple[str, ...]:
     return ("--sizes", *(str(int(size * MIB)) for size in mib))
 
 
-# Pretend hosts, and of our ways over them the one that `auto` does not take for large sums.
+# Ranks, the layout of emulated hosts, and the algorithm that `auto` does not use for large sums.
 LAYOUTS = ((4, "1,1,1,1", "three_phase"), (6, "2,2,2", "ring"), (8, "4,4", "ring"))
 ALONE = ("--peers", "--horovod")  # hororing and MPI
-ONE_HOROVOD = ("--horovod", "1")  # a shorter cycle only helps small sums, with a core for each rank
+ONE_HOROVOD = ("--horovod", "1")  # a shorter cycle helps only small sums, with one core per rank
 SCALING = ("--models", "convolutional", "--ways", "hororing", "DDP", "--horovod")
 PARTS = [
     Part("sums", 2, "allreduce", ("--limit",)),
@@ -120,7 +119,7 @@ PARTS = [
         for ranks in (2, 4)
     ),
     Part("mpich", 2, "allreduce", ALONE, mpich=True),
-    # MPICH spins without yielding: larger sums take it minutes on more ranks than cores.
+    # MPICH spins without yielding: with more ranks than cores, larger sums take minutes.
     Part("mpich", 4, "allreduce", (*ALONE, "--max-bytes", str(MIB)), mpich=True, scale=0.5),
     Part("dtypes", 2, "allreduce", (
         *sizes(1 / 16, 1, 16, 64), "--elements",
@@ -137,7 +136,7 @@ PARTS = [
         for hosts in (1, 2, 3, 4)
     ),
     *(
-        # To gloo, LOCAL_WORLD_SIZE says that the ranks share a host.
+        # LOCAL_WORLD_SIZE tells gloo that the ranks share a host.
         Part(name, ranks, "ddp", environment=environment, scale=2.0)
         for ranks in (2, 4)
         for name, environment in (("ddp", {}), ("ddp-local", {"LOCAL_WORLD_SIZE": str(ranks)}))
@@ -147,7 +146,7 @@ PARTS = [
     Part("memory", 2, "memory"),
     Part("memory", 4, "memory"),
     *(
-        # What is freed is given back, so that only what is held counts.
+        # malloc returns freed memory to the system, so that only memory in use counts.
         Part(f"memory-{way}", 2, "gradient_memory", (way,), {"MALLOC_MMAP_THRESHOLD_": str(MIB)})
         for way in ("hororing", "ddp-views", "ddp")
     ),
@@ -173,13 +172,13 @@ PARTS = [part for part in PARTS if (HERE / f"{part.script}.py").exists()]
 
 
 def mpich_python() -> Path | None:
-    """The environment in which everything uses MPICH (`make bench-mpich`)."""
+    """Return Python of the environment that uses MPICH (`make bench-mpich`)."""
     python = record.ROOT / "build/mpich/bin/python"
     return python if (python.parent.parent / ".ready").exists() else None
 
 
 def why_no_hosts() -> str:
-    """Why this machine does not permit pretend hosts; empty: it does."""
+    """Return why this machine does not permit emulated hosts; empty if it does."""
     check = [str(record.ROOT / "tests/hosts.sh"), "--check"]
     return subprocess.run(check, capture_output=True, text=True).stderr.strip()
 
@@ -203,14 +202,14 @@ def command_of(part: Part, options: argparse.Namespace, results: Path) -> list[s
 
 
 def run(part: Part, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
-    """One part's report: what the script wrote, or why there is nothing."""
+    """Run a part, and return its report: what the script wrote, or why it wrote nothing."""
     report: dict[str, Any] = {"part": part.name, "ranks": part.ranks, "rows": []}
     if part.layout and (why := why_no_hosts()):
         return report | {"failed": why}
     if part.mpich and mpich_python() is None:
         return report | {"failed": "MPICH was not found: make bench-mpich installs it"}
     if limit_s < 1:
-        return report | {"failed": "not run, the time was over"}
+        return report | {"failed": "not run: --budget was used up"}
     report["load_average_before"] = os.getloadavg()[0]
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
@@ -242,7 +241,7 @@ def run(part: Part, options: argparse.Namespace, limit_s: float) -> dict[str, An
 
 
 def found(parts: list[dict[str, Any]]) -> dict[str, str]:
-    """Every peer, with its version or with why it did not take part."""
+    """Return every peer with its version, or with the reason why it did not take part."""
     versions: dict[str, Any] = {}
     for part in parts:
         versions |= {k: v for k, v in part.get("versions", {}).items() if k != "mpi" and v}
@@ -262,7 +261,7 @@ def found(parts: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def merged(new: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """The parts of an earlier run that were not run again, and the new ones, in our order."""
+    """Return the new parts, and those of an earlier run that were not repeated, in order."""
     order = [(part.name, part.ranks) for part in PARTS]
     old = []
     if path.exists():
@@ -278,11 +277,11 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=sorted({part.name for part in PARTS}))
     parser.add_argument("--out", default=str(HERE / "results/bench.json"), help="result file")
-    parser.add_argument("--remark", default="", help="on the machine: quiet, shared ...")
+    parser.add_argument("--remark", default="", help="about the machine: quiet, shared ...")
     parser.add_argument("--seconds", type=float, default=0.7, help="for each contestant and case")
-    parser.add_argument("--limit", type=float, default=240, help="seconds that a part may take")
+    parser.add_argument("--limit", type=float, default=240, help="time limit of a part, in seconds")
     parser.add_argument("--budget", type=float, default=1800, help="seconds for all parts")
-    parser.add_argument("--quick", action="store_true", help="only see that it runs")
+    parser.add_argument("--quick", action="store_true", help="smoke test")
     options = parser.parse_args()
     begin = time.monotonic()
     machine = record.machine()

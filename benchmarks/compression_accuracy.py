@@ -1,12 +1,12 @@
-"""What compressing gradients does to a model: loss and accuracy, by method, over seeds.
+"""The effect of gradient compression on a model: loss and accuracy, by method, over seeds.
 
     hororun -np 4 python benchmarks/compression_accuracy.py --json compression_accuracy.json
     python benchmarks/compression_accuracy.py --show compression_accuracy.json     # table and plot
 
-Two tasks. Digits: a CNN of 120,000 parameters on scikit-learn's 1,797 digits, a fifth of
-which tests it. Text: the next character of the reference texts that come with Python
-(`pydoc_data.topics`), by a GRU of 280,000 parameters; a tenth tests it. All methods of a seed begin
-with the same weights and see the same batches; learning rates are those that serve `none`.
+Two tasks. Digits: a CNN of 120,000 parameters on scikit-learn's 1,797 digits, a fifth of them for
+testing. Text: a GRU of 280,000 parameters predicts the next character of Python's reference texts
+(`pydoc_data.topics`), a tenth of them for testing. All methods of a seed start from the same
+weights and see the same batches; the learning rates are those that suit `none`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ METHODS: dict[str, Any] = {
     "topk, 1 %": hvd.Compression.topk(ratio=0.01),
 }
 Batch = tuple[torch.Tensor, torch.Tensor]
-Batches = Callable[[int], Batch]  # of a step, for this rank
+Batches = Callable[[int], Batch]  # from the number of a step, for this rank
 WINDOW = 64  # characters
 
 
@@ -92,7 +92,7 @@ def text(seed: int) -> tuple[nn.Module, Batches, Batch]:
     return Recurrent(len(alphabet)), batch, windows(tested)
 
 
-# What makes the task; steps; the optimizer.
+# The function that makes the task; the number of steps; the optimizer.
 TASKS: dict[str, tuple[Any, int, Callable[[Any], torch.optim.Optimizer]]] = {
     "digits": (digits, 300, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
     "text": (text, 300, lambda p: torch.optim.Adam(p, lr=0.004)),
@@ -100,7 +100,7 @@ TASKS: dict[str, tuple[Any, int, Callable[[Any], torch.optim.Optimizer]]] = {
 
 
 def train(task: str, method: str, seed: int, quick: bool) -> dict[str, Any]:
-    """A row: the curve of the training loss (a mean for each tenth), and what the test says."""
+    """Return a row: the training loss (a mean for each tenth of the steps), and the test result."""
     torch.manual_seed(seed)
     make, steps, optimizer_of = TASKS[task]
     steps = 20 if quick else steps
@@ -131,7 +131,7 @@ def train(task: str, method: str, seed: int, quick: bool) -> dict[str, Any]:
 
 
 def show(file: Path) -> None:
-    """Print the table, and plot beside `file`."""
+    """Print the table, and write the plot beside `file`."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,16 +1,16 @@
-"""Steps of PyTorch between hosts with slow links, by compression, against steps that send nothing.
+"""PyTorch steps between hosts with slow links, by compression, against steps that send nothing.
 
     export OMPI_MCA_btl=self,sm,tcp OMPI_MCA_pml=ob1 OMPI_MCA_osc=^ucx
     tests/hosts.sh 1,1 -r 200mbit mpirun python benchmarks/compression_network.py --json FILE
 
-    alone          no communication: the rate that the others are compared with
-    none .. auto   DistributedOptimizer(compression=); auto decides before anything is timed
+    alone          no communication: the baseline
+    none .. auto   DistributedOptimizer(compression=); auto decides before timing starts
     DDP ...        DistributedDataParallel over gloo: plain, and with torch's PowerSGD hook (rank 4)
 
-Two models learn to tell ten clusters. `dense`: four layers of 1024 x 1024, 1024 rows in a batch;
-its step waits for the wire. `conv`: four convolutions, 64 images in a batch; it computes much for
-small gradients. One thread of compute per rank. All take turns in the same processes, a series of
-steps each (turns.py).
+Two models learn to classify ten clusters. `dense` has four layers of 1024 x 1024 and 1024 rows per
+batch; its step waits for the network. `conv` has four convolutions and 64 images per batch; it
+computes much for small gradients. Each rank computes with one thread. All variants take turns in
+the same processes, a series of steps each (turns.py).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ METHODS = {
 
 
 def training(way: str, make: Callable[[], tuple[nn.Module, tuple[int, ...]]]) -> tuple[Way, Any]:
-    """A function that makes one step of a fresh model, and the optimizer."""
+    """Return a function that runs one step of a fresh model, and the optimizer."""
     torch.manual_seed(1)
     model, shape = make()
     optimizer: Any = torch.optim.SGD(model.parameters(), 1e-3)
@@ -68,7 +68,7 @@ def training(way: str, make: Callable[[], tuple[nn.Module, tuple[int, ...]]]) ->
         named = model.named_parameters()
         optimizer = hvd.DistributedOptimizer(optimizer, named, compression=METHODS[way])
     elif way != "alone":
-        # One bucket: callbacks of several run in any order over gloo, which then mixes them up.
+        # One bucket: gloo runs the callbacks of several in any order, and then mixes up their data.
         whole = 64 if "PowerSGD" in way else None
         model = DistributedDataParallel(model, bucket_cap_mb=whole)
         if "PowerSGD" in way:

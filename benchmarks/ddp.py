@@ -1,21 +1,21 @@
 """What torch.distributed costs over hororing and over gloo, on one host.
 
     mpirun -np 2 python benchmarks/ddp.py
-    mpirun -np 2 -x LOCAL_WORLD_SIZE=2 python benchmarks/ddp.py    # says to gloo: one host
+    mpirun -np 2 -x LOCAL_WORLD_SIZE=2 python benchmarks/ddp.py    # tells gloo: one host
 
-    hororing       DistributedDataParallel with the process group of hororing
-    gloo           with that of gloo
-    alone          DistributedDataParallel with a hook that returns each bucket as it is: what DDP
-                   itself takes, whatever the backend
+    hororing       DistributedDataParallel with hororing's process group
+    gloo           DistributedDataParallel with gloo's
+    alone          DistributedDataParallel with a hook that returns each bucket unchanged: the cost
+                   of DDP itself, whatever the backend
     ... views      the first three with gradient_as_bucket_view=True
-    optimizer      hororing's DistributedOptimizer; for one tensor hororing's own allreduce_
-    plain          no communication: what the others take more than this is their overhead
+    optimizer      hororing's DistributedOptimizer; for one tensor, hororing's own allreduce_
+    plain          no communication: the baseline for the overhead of the others
 
-Models: `200 layers` of torch_step.py, and `ResNet-50`: its 161 parameters, of which the loss is the
-sum, so that a step fills 102 MB of gradients and computes next to nothing. Both have one thread of
-compute per rank and no optimizer step. `64 MiB` is one all_reduce of float32. All take turns on
-the same processes (turns.py). An overhead is the median over rounds of the difference to plain's
-series of the same round.
+Models: `200 layers` of torch_step.py, and `ResNet-50`, whose loss is the sum of its 161 parameters,
+so that a step fills 102 MB of gradients and computes next to nothing. Each rank computes with one
+thread and makes no optimizer step. `64 MiB` is one all_reduce of float32. All variants take turns
+in the same processes (turns.py). The overhead is the median, over rounds, of the difference to
+plain's series of the same round.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BATCH = 32
 
 
 class Sums(nn.Module):
-    """A model of which only the gradients matter: the sum of all that ResNet-50 has."""
+    """A model of which only the gradients matter: the sum of all parameters of ResNet-50."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,14 +61,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def as_it_is(_, bucket):  # DDP does not know annotations that are text
+def as_it_is(_, bucket):  # DDP does not understand annotations that are strings
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
 def training(way: str, model: str, groups: dict[str, Any]) -> Way:
-    """A function that computes one step's gradients of a fresh model."""
+    """Return a function that computes the gradients of one step of a fresh model."""
     torch.manual_seed(1)
     make, shape = MODELS[model]
     module = make()
@@ -89,13 +89,13 @@ def training(way: str, model: str, groups: dict[str, Any]) -> Way:
         module(x).sum().backward()
         if way == "optimizer":
             optimizer.synchronize()
-        optimizer.zero_grad()  # the others need the memory
+        optimizer.zero_grad()  # frees memory for the others
 
     return step
 
 
 def of_one_tensor(groups: dict[str, Any]) -> dict[str, Way]:
-    tensor = torch.zeros(16 * MIB).fill_(0.0)  # pages of its own, not the one of zeros
+    tensor = torch.zeros(16 * MIB).fill_(0.0)  # its own pages, not the shared zero page
     ways: dict[str, Way] = {
         name: lambda group=group: dist.all_reduce(tensor, group=group)
         for name, group in groups.items()

@@ -1,12 +1,12 @@
-"""Full runs of the examples of large batches and of hierarchical SGD, in torch and Keras.
+"""Full runs of the examples for large batches and hierarchical SGD, in torch and Keras.
 
     python benchmarks/digits.py run --seeds 1 2 3      # a quarter of an hour; adds to digits.json
-    python benchmarks/digits.py show                   # digits.md and the plots of it
+    python benchmarks/digits.py show                   # writes digits.md and its plots
 
-Each run is `mpirun` with a command that stands in the results; the examples record themselves
-(`--record`, hororing.toolkit.tracking). A seed decides which images are tested, how weights begin,
-and who is late when. No learning rate was searched for. What such a data set cannot show is in
-digits.md.
+Each run is an `mpirun` command, which is part of the results; the examples record their own figures
+(`--record`, hororing.toolkit.tracking). A seed determines the test images, the initial weights, and
+which rank is late in which step. Learning rates were not tuned. digits.md names what such a data
+set cannot show.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 def commands(seed: int) -> Iterator[tuple[str, str, str]]:
-    """Title, framework and command of every job."""
+    """Return title, framework and command of every job."""
     for batch in (64, 512, 1024):
         for options in ("--optimizer sgd --lr 0.1", "--optimizer lars --lr 0.5"):
             command = f"large_batch_digits.py --batch-size {batch // 2} {options} --seed {seed}"
@@ -46,14 +46,14 @@ def commands(seed: int) -> Iterator[tuple[str, str, str]]:
 
 
 def label(config: dict[str, Any]) -> str:
-    """What a run is called in tables and plots."""
+    """Return the name of a run in tables and plots."""
     if "way" in config:
         return str(config["way"])
     return f"{config.get('optimizer', 'lars').upper()}, batch {config['batch']}"
 
 
 def rows_of(folder: Path, **more: Any) -> list[Row]:
-    """A row for each record in `folder`: who, seed and curves."""
+    """Return a row with name, seed and curves for each record in `folder`."""
     rows = []
     for path in sorted(folder.glob("*.jsonl")):
         run = read_run(path)
@@ -68,7 +68,7 @@ def rows_of(folder: Path, **more: Any) -> list[Row]:
 
 
 def run(seeds: list[int], file: Path) -> None:
-    """Run what `file` does not have yet, and write it after every job."""
+    """Run the jobs that `file` lacks, and write it after each of them."""
     report = json.loads(file.read_text()) if file.exists() else {**record.machine(), "rows": []}
     for seed in seeds:
         for title, framework, command in commands(seed):
@@ -89,7 +89,6 @@ def run(seeds: list[int], file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a part."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Tables and plots of what benchmarks/digits.py has written, and what they can not show."""
+"""Tables and plots of the results of benchmarks/digits.py, and their limits."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from digits import Row
 
 INTRODUCTION = """\
 1,797 images of 8 x 8 pixels (scikit-learn), of which 1,438 train and 359 test: one test image is
-0.28 % of accuracy. Made by `python benchmarks/digits.py run` and `show`. Means, in brackets the
-range over seeds; a seed decides which images are tested, how weights begin and who is late when."""
+0.28 % of accuracy. Made by `python benchmarks/digits.py run` and `show`. Means, and in
+brackets the range over seeds. A seed determines the test images, the initial weights, and which
+process is late in which step."""
 
 ABOUT_LARGE = """\
-40 epochs, 2 processes; the rate is scaled linearly (0.1 per 256 images for SGD, 0.5 for LARS),
-with 5 epochs of warm-up and quadratic decay. **No rate was searched for, and the number of
-epochs is the same for all batches**: batches of 1,024 make 40 updates, and less is learnt. Keras
-makes more updates, as it takes an epoch's incomplete batch, too. So a difference between SGD and
-LARS here is one between two rates, and this is **no evidence for an advantage of LARS**.
-What it shows is that the chain
-(linear scaling, warm-up, decay, LARS or SGD, and with torch bfloat16 weights and activations
-with stochastic rounding) trains at these batches, in both frameworks. At 32 images per rank and
-more a group of batch-norm is one rank: these runs say nothing about larger groups. Keras does
-not smooth labels, has float32 weights, other initial ones and other test images, so its losses
-are not to be compared with torch's."""
+40 epochs, 2 processes. The rate is scaled linearly (0.1 per 256 images for SGD, 0.5 for LARS),
+with 5 epochs of warm-up and quadratic decay. **Rates were not tuned, and the number of epochs is
+the same for all batches**: batches of 1,024 make only 40 updates, so the model learns less. Keras
+makes more updates, because it also trains on the incomplete batch of an epoch. So SGD and LARS
+differ here by their rates, and this is **no evidence for an advantage of LARS**. The runs show that
+the chain (linear scaling, warm-up, decay, LARS or SGD; with torch also bfloat16 weights and
+activations with stochastic rounding) trains at these batches, in both frameworks. From 32 images
+per rank on, a batch-norm group is one rank, so these runs say nothing about larger groups. Keras
+does not smooth labels, and has float32 weights and other initial weights and test images, so its
+losses cannot be compared with torch's."""
 
 ABOUT_HIERARCHICAL = """\
-160 steps of 16 images on each of 4 processes, the first 16 synchronous; each process is late in
-1 step of 10, by sleeping 0.1 s (torch) or 0.2 s (Keras), in the same steps for all ways. Local:
+160 steps of 16 images on each of 4 processes, the first 16 synchronous. Each process is late in
+1 step of 10, by sleeping 0.1 s (torch) or 0.2 s (Keras), in the same steps for all methods. Local:
 all average their weights every 8th step. Hierarchical: pairs every 2nd step, all every 8th.
-Delayed: the same, and averages arrive one step later. Losses are those of the mean of all
-weights, computed after training, at the time when the last process had made the step (Keras, on
-torch: after the first step). Seconds are wall time, beside other work on the machine (see
-above). Losses of one way differ more between seeds than ways do with one seed: **no order of the
-ways by loss follows**. The stragglers are injected, one host stands for all hosts, and the data
-set is small: **that less waiting saves this share of the time under these delays is all that
-follows, not how much accuracy local steps cost elsewhere.** Where one rank is always late
-nothing is gained (stragglers.md)."""
+Delayed: the same, but averages arrive one step later. Losses are those of the mean of all weights.
+They are computed after training, at the time when the last process had made the step (Keras, on
+torch: after the first step). Seconds are wall time on a shared machine (see above). Losses differ
+more between the seeds of one method than between methods: **they do not rank the methods**. The
+stragglers are injected, one host stands for all hosts, and the data set is small: **the runs show
+only how much time less waiting saves under these delays, not how much accuracy local steps cost
+elsewhere.** If one rank is always late, nothing is saved (stragglers.md)."""
 
 
 def groups(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
-    """Rows of all seeds, by framework and who."""
+    """Return the rows of all seeds, by framework and name."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         found.setdefault((row["framework"], row["who"]), []).append(row)
@@ -50,13 +49,13 @@ def groups(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def spread(values: list[float], digits: int, factor: float = 1) -> str:
-    """The mean, and the range where there are several."""
+    """Return the mean and, of several values, the range."""
     low, high, middle = (f"{f(values) * factor:.{digits}f}" for f in (min, max, mean))
     return middle if len(values) == 1 else f"{middle} ({low}-{high})"
 
 
 def table(rows: list[Row], timed: bool) -> list[str]:
-    """The last values of every way, mean and range over the seeds."""
+    """Return the last values of every method: mean and range over the seeds."""
     columns = ["framework", "", "ranks", "seeds", "updates", "test loss", "test accuracy, %"]
     columns += ["s", "speed-up"] if timed else []
     lines = ["| " + " | ".join(columns) + " |", "|---|---|" + "---:|" * (len(columns) - 2)]
@@ -76,7 +75,7 @@ def table(rows: list[Row], timed: bool) -> list[str]:
 
 
 def plot(rows: list[Row], path: Path, panels: list[tuple[str, str, str, str]]) -> None:
-    """Panels of (framework, x, y, title): a line for each way, and its range over the seeds."""
+    """Draw panels of (framework, x, y, title): each method's line and its range over seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -108,7 +107,7 @@ def plot(rows: list[Row], path: Path, panels: list[tuple[str, str, str, str]]) -
 
 
 def section(rows: list[Row], timed: bool, plot_name: str) -> list[str]:
-    """Commands with their durations, table and plot."""
+    """Return a section: commands with their durations, table and plot."""
     walls: dict[str, list[float]] = {}
     for row in rows:
         walls.setdefault(row["command"].rsplit(" ", 1)[0], []).append(row["wall_s"])

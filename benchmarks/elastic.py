@@ -1,26 +1,26 @@
-"""How long an elastic job stands still: a rank is killed or frozen, a link is cut, a rank comes.
+"""How long an elastic job pauses when a rank is killed, frozen, cut off, or added.
 
     python benchmarks/elastic.py                       # 4 ranks, 4 MB, 20 kills
-    python benchmarks/elastic.py --all                 # and what is below the line
+    python benchmarks/elastic.py --all                 # also the figures below the line
     python benchmarks/elastic.py --kills 5 --floats 16000000 -x HORORING_TRANSPORT=tcp
 
-Each step is a sum of all floats and a small sum by which all agree that they have it. Once all make
-steps, one rank is killed, at random. From that moment on (the clocks of one host are one):
+Each step sums all floats, and then a few numbers, by which the ranks agree that they have the sum.
+Once all ranks make steps, a random one is killed. Times from the kill (one host has one clock):
 
-    error       the last survivor has the exception
-    generation  the last survivor has left `init` again
-    step        the last survivor has made its first step
+    error       until the last survivor has the exception
+    generation  until the last survivor has returned from `init` again
+    step        until the last survivor has made its first step
 
-Then hororun starts another process. It gets the floats in the generation that it is in first:
+Then hororun starts another process. It receives the floats in its first generation:
 
-    pause       from the last step of the others without it to the first one with it, on all ranks
-    grown       from the kill to that step: most is the start of Python
+    pause       from the survivors' last step without it to the first step of all ranks with it
+    grown       from the kill to that step; most of this is the start of Python
     --------------------------------------------------------------------------------------------
     frozen      a rank is stopped: until the survivors' first step, less the detection limit (1 s)
-    cut         the same with the link of a host, of 3 hosts of a rank each (root only)
-    torchrun    the same sums by gloo under torchrun: from the kill to the first step of the
-                processes that its agent has started again; they have no state
-    plain, elastic  a step of 2 ranks, in us, of jobs that are and are not elastic; in turns
+    cut         the same for the link of one of 3 hosts with a rank each (root only)
+    torchrun    the same sums over gloo under torchrun: from the kill to the first step of the
+                restarted processes, which have no state
+    plain, elastic  a step of 2 ranks, in us, of jobs that are not and are elastic; in turns
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ import record
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 60.0
 WARM_S = 0.3
-LIMIT_S = 1.0  # after which a silent process counts as lost
+LIMIT_S = 1.0  # a process that is silent for longer counts as lost
 HOSTS = 3
 TIMED_S = 3.0
 TORCHRUN_S = 40.0
 
 
 def rank(floats: int) -> None:
-    """A process of the job. Prints: its pid, a word, the generation, size, seconds."""
+    """Run a process of the job. It prints pid, event, generation, size and time in seconds."""
     import numpy as np
 
     import hororing.numpy as hvd
@@ -71,7 +71,7 @@ def rank(floats: int) -> None:
         say("init")
         try:
             steps = hvd.allgather(np.array([step]), name="steps")
-            if steps.min() != steps[0]:  # somebody has no state
+            if steps.min() != steps[0]:  # a new rank has no state
                 state = hvd.broadcast(state, 0, name="state")
             step, first = int(steps[0]), True
             while True:
@@ -94,7 +94,7 @@ def rank(floats: int) -> None:
 
 
 def torchrun_rank(floats: int) -> None:
-    """A process of torchrun. Prints as `rank`, once all have made its first step."""
+    """Run a process of torchrun. It prints a line as `rank` does, after the first step."""
     import torch
     import torch.distributed as dist
 
@@ -110,12 +110,12 @@ def torchrun_rank(floats: int) -> None:
         state += total
         if first:
             line = f"{os.getpid()} step {generation} {dist.get_world_size()} {time.monotonic()}\n"
-            os.write(1, line.encode())  # at once: torchrun starts Python unbuffered
+            os.write(1, line.encode())  # in one write: torchrun starts Python unbuffered
             first = False
 
 
 def timed_rank(floats: int) -> None:
-    """A process of a job, elastic or not: the median time of a step of TIMED_S, on rank 0."""
+    """Run a process of a job for TIMED_S; rank 0 prints the median time of a step."""
     import numpy as np
 
     import hororing.numpy as hvd
@@ -138,7 +138,7 @@ def timed_rank(floats: int) -> None:
 
 
 def timed(ranks: int, floats: int, more: list[str]) -> float:
-    """Of a job with these flags, in seconds."""
+    """Return the time of a step in a job with these flags, in seconds."""
     done = subprocess.run(
         [*hororun(ranks, "--no-tag-output", *more),
          sys.executable, __file__, "--timed-rank", str(floats)],
@@ -148,12 +148,12 @@ def timed(ranks: int, floats: int, more: list[str]) -> float:
 
 
 class Job:
-    """A launcher, and what its processes have printed.
+    """A launcher, and the output of its processes.
 
     Parameters
     ----------
-    ranks : how many.
-    command : of the launcher; what its processes run is not in it.
+    ranks : number of ranks.
+    command : the launcher's command line, without the program of its processes.
     program : this script's flag for its ranks.
     """
 
@@ -167,8 +167,8 @@ class Job:
         self._launcher = subprocess.Popen(
             [*command, *python, __file__, program, str(floats)],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True,
-            # torchrun's agent keeps what gloo has told in the store of the job before: its restarts
-            # mostly fail then. With this variable rank 0 makes a store each time.
+            # torchrun's agent keeps gloo's entries in the store across restarts, most of which
+            # then fail. With this variable, rank 0 creates a new store each time.
             env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         )  # fmt: skip
         threading.Thread(target=self._read, daemon=True).start()
@@ -186,18 +186,18 @@ class Job:
         with self._changed:
             while not (found := true()):
                 if self._launcher.poll() is not None or time.monotonic() > end:
-                    raise TimeoutError(f"the job does not go on: {self._told[-20:]}")
+                    raise TimeoutError(f"the job makes no progress: {self._told[-20:]}")
                 self._changed.wait(0.5)
         return found
 
     def when(self, word: str, generation: int, count: int) -> dict[int, float]:
-        """When the processes have said it, by pid; none before `count` have."""
+        """Return when the processes printed `word`, by pid; {} before `count` of them have."""
         told = {pid: at for pid, what, number, _, at in self._told
                 if (what, number) == (word, generation)}  # fmt: skip
         return told if len(told) == count else {}
 
     def full(self, after: int) -> int:
-        """The number of a later generation in which all make steps; 0: there is none yet."""
+        """Return a later generation in which all ranks make steps; 0 if there is none yet."""
         numbers = {each[2] for each in self._told if each[2] > after and each[3] == self.ranks}
         return max((n for n in numbers if self.when("step", n, self.ranks)), default=0)
 
@@ -211,7 +211,7 @@ class Job:
 
 
 def one_kill(job: Job, generation: int, rng: random.Random) -> tuple[int, dict[str, float]]:
-    """The next full generation, and times in seconds."""
+    """Kill a random rank. Return the next full generation, and times in seconds."""
     members = list(job.when("step", generation, job.ranks))
     time.sleep(WARM_S + rng.random() / 10)
     killed = time.monotonic()
@@ -234,7 +234,7 @@ def one_kill(job: Job, generation: int, rng: random.Random) -> tuple[int, dict[s
 def one_stop(
     job: Job, generation: int, hit: int, begin: Callable[[], None], end: Callable[[], None]
 ) -> tuple[int, float]:
-    """Something happens to one rank; when the others have made a step after that, in seconds."""
+    """Call `begin`; return the next full generation, and the others' time to a step, in s."""
     time.sleep(WARM_S)
     began = time.monotonic()
     begin()
@@ -245,19 +245,19 @@ def one_stop(
 
 
 def flags(variables: list[str], *more: str) -> list[str]:
-    """Of hororun, for an elastic job."""
+    """Return hororun's flags for an elastic job."""
     words = [each for name in variables for each in ("-x", name)]
     return ["--min-np", "1", "--no-tag-output", "--blacklist-cooldown-range", "0.01", "0.02",
             *words, *more]  # fmt: skip
 
 
 def hororun(ranks: int, *more: str) -> list[str]:
-    """The command, on this host."""
+    """Return hororun's command line for this host."""
     return [sys.executable, "-m", "hororing.hororun", "-np", str(ranks), *more]
 
 
 def kills(options: Any, rng: random.Random, count: int) -> dict[str, list[float]]:
-    """Kill ranks; times in ms by name."""
+    """Kill ranks; return times in ms by name."""
     series: dict[str, list[float]] = {}
     job = Job(options.ranks, options.floats, hororun(options.ranks, *flags(options.variables)))
     try:
@@ -272,7 +272,7 @@ def kills(options: Any, rng: random.Random, count: int) -> dict[str, list[float]
 
 
 def frozen(options: Any, rng: random.Random, count: int) -> dict[str, list[float]]:
-    """Stop ranks; by how much the survivors' next step comes after the limit, in ms."""
+    """Stop ranks; return the times from the limit to the survivors' next step, in ms."""
     limit = ["--peer-timeout-s", str(LIMIT_S)]
     command = hororun(options.ranks, *flags(options.variables, *limit))
     job = Job(options.ranks, options.floats, command)
@@ -291,7 +291,7 @@ def frozen(options: Any, rng: random.Random, count: int) -> dict[str, list[float
 
 
 def cut(options: Any, rng: random.Random, count: int) -> dict[str, list[float]]:
-    """Cut hosts off; as `frozen`."""
+    """Cut off hosts; return the same times as `frozen`."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         wrapper = Path(folder) / "hororun"
@@ -328,16 +328,16 @@ def cut(options: Any, rng: random.Random, count: int) -> dict[str, list[float]]:
 
 
 def host_of(pid: int) -> str:
-    """The name of the pretended host of a process."""
+    """Return the name of the emulated host of a process."""
     return subprocess.run(
         ["nsenter", "-t", str(pid), "--uts", "hostname"], check=True, capture_output=True, text=True
     ).stdout.strip()
 
 
 def torchrun(options: Any, rng: random.Random, count: int) -> dict[str, list[float]]:
-    """Kill a rank of torchrun, in a job for each time; until all have made a step again, in ms.
+    """Kill a rank of torchrun, once per job; return the times to the next step of all, in ms.
 
-    Those that do not go on within TORCHRUN_S are left out, and told.
+    Jobs that make no progress within TORCHRUN_S are reported and left out.
     """
     found = []
     for _ in range(count):
@@ -355,14 +355,14 @@ def torchrun(options: Any, rng: random.Random, count: int) -> dict[str, list[flo
             again = job.wait(lambda job=job: job.when("step", 2, job.ranks), TORCHRUN_S)
             found.append(1e3 * (max(again.values()) - began))
         except TimeoutError:
-            print(f"torchrun did not go on within {TORCHRUN_S:g} s", flush=True)
+            print(f"torchrun made no progress within {TORCHRUN_S:g} s", flush=True)
         finally:
             job.end()
     return {"torchrun": found} if found else {}
 
 
 def overhead(options: Any, count: int) -> dict[str, list[float]]:
-    """Steps of jobs that are elastic and of others, in turns; in us."""
+    """Return the times of a step of plain and elastic jobs, which take turns; in us."""
     found: dict[str, list[float]] = {"plain": [], "elastic": []}
     for _ in range(count):
         for name, more in (("plain", []), ("elastic", ["--min-np", "1"])):
@@ -399,7 +399,7 @@ def main() -> None:
 
 
 def row(name: str, found: list[float]) -> record.Row:
-    """What is written down: ms, and us of steps."""
+    """Return the row of a series: us for the time of a step, ms for the rest."""
     unit = "us" if name in ("plain", "elastic") else "ms"
     found = sorted(found)
     return {"measure": name, "unit": unit, "median": round(statistics.median(found), 2),
@@ -408,7 +408,7 @@ def row(name: str, found: list[float]) -> record.Row:
 
 
 def show(series: dict[str, list[float]]) -> None:
-    """A line for each."""
+    """Print a line for each series."""
     for name, found in series.items():
         one = row(name, found)
         print(f"{name:<12} median {one['median']:7.1f} {one['unit']}   p95 {one['p95']:7.1f}   "

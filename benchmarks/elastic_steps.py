@@ -1,10 +1,10 @@
-"""What it costs that a step of PyTorch in an elastic job is a transaction (ADR 52)::
+"""The cost of steps as transactions in an elastic PyTorch job (ADR 52)::
 
     hororun -np 2 --min-np 2 python benchmarks/elastic_steps.py --floats 2000000
 
-Blocks of ten steps take turns in the same processes: as in any job, with the exchange of news in
-`step()`, and with `check_host_updates()` after each step, too. Ratios are of the medians, and the
-median of the ratios of neighbouring blocks with its quartiles.
+Blocks of ten steps take turns in the same processes: without transactions, with the exchange of
+updates in `step()`, and also with `check_host_updates()` after each step. Printed are the ratio of
+the medians, and the median and quartiles of the ratios of neighbouring blocks.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def block(model: torch.nn.Module, optimizer: Any, state: Any, way: str) -> float
 
 
 def main() -> None:
-    """Measure, and print on rank 0."""
+    """Measure; rank 0 prints the ratios."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--floats", type=int, default=1_000_000, help="of the model: millions")
-    parser.add_argument("--blocks", type=int, default=60, help="of each way")
+    parser.add_argument("--floats", type=int, default=1_000_000, help="size of the model")
+    parser.add_argument("--blocks", type=int, default=60, help="number of blocks of each variant")
     options = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init()

@@ -1,10 +1,10 @@
 """Training steps through the real coordinator: reports in, agreements out, in simulated time.
 
-What the engine's thread does, as csrc/engine/loop.cc: report what was submitted since, when it is
-time to (csrc/engine/report_pace.h), decide, carry out what was agreed, batch after batch, and look
-again; sleep until something is submitted or a report is due. After backward the step waits for its
-gradients. All ranks are alike, so a coordinator of one rank decides as one of N would; what N ranks
-cost is added as negotiation.
+The engine does what csrc/engine/loop.cc does: it reports new submissions when a report is due
+(csrc/engine/report_pace.h), decides, carries out the agreed batches one after the other, and starts
+again. It sleeps until a tensor is submitted or a report is due. After backward the step waits for
+its gradients. All ranks are alike, so a coordinator of one rank decides like one of N ranks; the
+cost of N ranks is added as negotiation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 from replay import FLOAT32, FUSION_BYTES, Cost, Negotiation, Step
 
 POLICY = "engine, ready"
-STEPS = 5  # the first reports names
+STEPS = 5  # the first one reports names
 HOLD_NS = 10**6  # CYCLE_TIME_MS
 NS = 1e9
 
@@ -27,11 +27,11 @@ class Engine:
         self._core, self._step, self._cost, self._negotiation = core, step, cost, negotiation
         self._coordinator = core.Coordinator(1, cache_capacity=len(step.nbytes) + 1)
         self._pace = core.ReportPace(HOLD_NS)
-        self._ids: dict[int, int] = {}  # of gradients, by their cache ids
+        self._ids: dict[int, int] = {}  # cache ids, by the number of the gradient
         self._numbers: dict[int, int] = {}
 
     def run_step(self, begin_s: float) -> float:
-        """One backward pass that begins then; return when its last batch is done."""
+        """Simulate a backward pass that begins at `begin_s`; return the end of its last batch."""
         count = len(self._step.nbytes)
         ready = [begin_s + after for after in self._step.ready_s]
         now, submitted, reported, done = begin_s, 0, 0, 0
@@ -85,7 +85,7 @@ class Engine:
 
 
 def efficiency(core: ModuleType, step: Step, cost: Cost, negotiation: Negotiation) -> float:
-    """Time of a step without communication by that with it, once every name is known."""
+    """Return the time of a step without communication over that with it, after the first steps."""
     engine = Engine(core, step, cost, negotiation)
     now, took = 0.0, []
     for _ in range(STEPS):

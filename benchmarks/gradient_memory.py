@@ -1,17 +1,17 @@
-"""What training holds per rank beyond the model and its gradients.
+"""The memory that training needs per rank beyond the model and its gradients.
 
     mpirun -np 2 python benchmarks/gradient_memory.py hororing
     mpirun -np 2 python benchmarks/gradient_memory.py ddp          DDP, over gloo
     mpirun -np 2 python benchmarks/gradient_memory.py ddp-views    with gradient_as_bucket_view=True
 
-With MALLOC_MMAP_THRESHOLD_=1048576, as in `make bench`, malloc gives back what is freed.
+With MALLOC_MMAP_THRESHOLD_=1048576, as in `make bench`, malloc returns freed memory to the system.
 
-Each way in a job of its own, so that none finds loaded or allocated what another one needs too.
-Counted are anonymous and shared memory (proportionally: what ranks share counts once over all of
-them), after three backward passes and their reductions; not pages of files, which are libraries and
-which others of the machine use, too. `constant_MiB` is what importing and initialising takes, MPI's
-included; `total_MiB` is that and everything else.
-tests/python/test_torch_memory.py compares.
+Each variant runs in its own job, so that none profits from what another has loaded or allocated.
+The figures count anonymous and shared memory after three backward passes and their reductions.
+Memory that ranks share counts once over all of them. Pages of files do not count: they are
+libraries, which other processes use, too. `constant_MiB` is the memory for imports and
+initialization, including MPI's; `total_MiB` includes it. tests/python/test_torch_memory.py compares
+the variants.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def steps(model: nn.Module, reduce: Callable[[], object] = lambda: None) -> None
 
 
 def with_ddp(model: nn.Module, views: bool) -> tuple[float, float]:
-    """What is held after initialising, and in the end."""
+    """Return the memory held after initialization, and at the end."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    # Of this job alone: mpirun's process is the parent of all ranks.
+    # Unique to this job: mpirun's process is the parent of all ranks.
     meeting = Path(tempfile.gettempdir(), f"gradient_memory-{os.getppid()}")
     rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{what}"]) for what in ("RANK", "SIZE"))
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
     constant = held_mib()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
     steps(wrapped)
-    dist.barrier()  # nobody has left
+    dist.barrier()  # until then, all ranks hold their memory
     held = held_mib()
     dist.barrier()
     dist.destroy_process_group()
@@ -67,7 +67,7 @@ def with_ddp(model: nn.Module, views: bool) -> tuple[float, float]:
 
 
 def with_hororing(model: nn.Module, sgd: torch.optim.Optimizer) -> tuple[float, float]:
-    """The same."""
+    """Return the same as `with_ddp`."""
     import hororing.torch as hvd
 
     hvd.init()
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     layers = 2 if options.quick else LAYERS
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(layers)])
-    # Before anything is counted: the first one makes torch import 70 MiB, which DDP needs, too.
+    # Before the first count: torch imports 70 MiB for its first optimizer; DDP needs them, too.
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     steps(model)
     before = held_mib()
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     print(json.dumps(report), flush=True)
     if options.json:
-        import peers  # which initialises MPI, in a job that may have gone without so far
+        import peers  # initializes MPI, which the job may not have used so far
 
         reports = peers.MPI.COMM_WORLD.gather(report)
         if reports:

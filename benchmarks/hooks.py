@@ -1,24 +1,25 @@
-"""What a training step of PyTorch costs over one without communication, on one host.
+"""The overhead of communication in a PyTorch training step, on one host.
 
     mpirun -np 2 python benchmarks/hooks.py --model tiny
 
-Ways, on the same model and batches, in the same processes:
+Variants, with the same model and batches, in the same processes:
 
-    plain            no communication: the others' times are given as more than this
+    plain            no communication: the baseline
     hororing         DistributedOptimizer
     ddp              DistributedDataParallel over gloo, default buckets
-    ddp_views        the same, with gradient_as_bucket_view=True
-    horovod          its DistributedOptimizer, where it is installed, with its cycle of 1 ms ...
-    horovod_quick    ... and with one of 0.1 ms
+    ddp_views        the same with gradient_as_bucket_view=True
+    horovod          Horovod's DistributedOptimizer, if installed, with its default cycle of 1 ms
+    horovod_quick    the same with a cycle of 0.1 ms
 
-Models: `tiny` has 1,000 parameters of 16 numbers, so that hooks, submission and completion are all
-there is to pay; `linears` is 200 small layers (400 parameters, 3.3 MB); `mlp` has 100 MiB.
+Models: `tiny` has 1,000 parameters of 16 numbers, so that its overhead is nearly all hooks,
+submission and completion; `linears` has 200 small layers (400 parameters, 3.3 MB); `mlp` has
+100 MiB.
 
-The ways take turns, in random order, a series of steps each, begun together on all ranks, which
-sleep before. A series' time is that of the slowest rank. Printed are the median of all series and
-the 10th to 90th percentile, in ms per step, and the same of the difference to plain's series of the
-same round; then the processor time of a step over plain's, of all threads of the process, which
-tells more than the clock where others use the machine, too.
+The variants take turns in random order, a series of steps each. Ranks sleep before a series and
+begin it together; its time is that of the slowest rank. Printed are, in ms per step, the median and
+the 10th to 90th percentile of all series, and the same of the difference to plain's series of the
+same round. The last figure is the difference in processor time of all threads of the process, which
+is more reliable than wall time on a shared machine.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ BATCH = 32
 
 
 class Tiny(nn.Module):
-    """As little computation per parameter as there can be."""
+    """A model with as little computation per parameter as possible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,13 +71,13 @@ def mlp() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
-    "tiny": (Tiny, (16,), 5),  # how to make it, its input, steps in a series
+    "tiny": (Tiny, (16,), 5),  # function that makes it, shape of its input, steps in a series
     "linears": (linears, (BATCH, 64), 5),
     "mlp": (mlp, (BATCH, 1024), 1),
 }
 
 Step = Callable[[], None]
-Horovods = dict[str, horovod_peer.Horovod]  # by way
+Horovods = dict[str, horovod_peer.Horovod]  # by variant
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Step:
@@ -91,7 +92,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Ten
 def ways(
     model: nn.Module, batch: torch.Tensor, chosen: list[str], horovods: Horovods
 ) -> dict[str, Step]:
-    """A step of each way, on a copy of `model`."""
+    """Return the step of each variant, on a copy of `model`."""
     made = {}
     for way in chosen:
         twin = copy.deepcopy(model)
@@ -107,12 +108,12 @@ def ways(
     return made
 
 
-HOROVODS = {"horovod": "1", "horovod_quick": "0.1"}  # with which cycle time
+HOROVODS = {"horovod": "1", "horovod_quick": "0.1"}  # cycle times, in ms
 WAYS = ["plain", "hororing", "ddp", "ddp_views", *HOROVODS]
 
 
 def start_together() -> None:
-    """Wait, asleep, for all ranks; return at the same instant everywhere."""
+    """Sleep until all ranks are here; return at the same instant on all of them."""
     horovod_peer.wait_asleep()
     start = MPI.COMM_WORLD.bcast(time.perf_counter() + 100e-6)
     while time.perf_counter() < start:
@@ -122,7 +123,7 @@ def start_together() -> None:
 def measure(
     steps: dict[str, Step], length: int, rounds: int, horovods: Horovods
 ) -> dict[str, np.ndarray]:
-    """Seconds per step of every way's series, and of processors; on the slowest rank."""
+    """Return wall and processor seconds per step of each series, on the slowest rank."""
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in steps}
     order = random.Random(1)
     for number in range(-3, rounds):  # the first rounds warm up
@@ -130,7 +131,7 @@ def measure(
         order.shuffle(names)
         for way in names:
             with horovods[way].awake() if way in horovods else nullcontext():
-                if way in horovods:  # it has forgotten its tensors
+                if way in horovods:  # makes its tensors known again
                     steps[way]()
                 start_together()
                 begin, cpu_begin = time.perf_counter(), time.process_time()

@@ -1,12 +1,12 @@
-"""Horovod as a contestant, which is awake only while it is its turn.
+"""Horovod as a contestant, which runs only during its turns.
 
-Its thread wakes up every cycle, whether there is anything to do or not, and meets those of the
-other ranks in MPI, where it spins. Others would pay for that. So it is initialised before each of
-its turns and shut down after it, outside of what is timed; the call that warms up makes its tensors
-known to it again. As it reads its environment anew, there can be two of it: as it comes, with a
-cycle of 1 ms, and with one of 0.1 ms, for which small sums wait less.
+Horovod's thread wakes up every cycle, even without work, and spins in an MPI call with those of the
+other ranks, which would slow down the other contestants. So Horovod is initialized before each of
+its turns and shut down after it, outside the timed part; the warm-up call makes its tensors known
+again. Since Horovod reads its environment each time, it takes part twice: with its default cycle of
+1 ms, and with one of 0.1 ms, in which small sums wait less.
 
-`make bench-horovod` builds it into build/horovod; any other that can be imported will do.
+`make bench-horovod` builds Horovod into build/horovod; an installed one is used as well.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ NAMES = {"1": "Horovod", "0.1": "Horovod, 0.1 ms"}  # by cycle time, in ms; 1 is
 
 
 def wait_asleep() -> None:
-    """For all ranks, without taking anybody's core."""
+    """Wait for all ranks, without using a core."""
     everybody = MPI.COMM_WORLD.Ibarrier()
     while not everybody.Test():
         time.sleep(20e-6)
 
 
 class Horovod:
-    """`verbs` is the module horovod.torch."""
+    """Horovod with one cycle time. `verbs` is the module horovod.torch."""
 
     def __init__(self, verbs: Any, cycle_ms: str) -> None:
         self.verbs = verbs
@@ -46,35 +46,35 @@ class Horovod:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[Any]:
-        """Its verbs can be called; on all ranks together."""
-        # Only for a moment: hororing reads that variable, too, wherever it is initialised.
+        """Initialize Horovod, and shut it down at the end. Call it on all ranks together."""
+        # Unset again at once: hororing reads that variable, too.
         with mock.patch.dict(os.environ, HOROVOD_CYCLE_TIME=self.cycle_ms):
             self.verbs.init()
         yield self.verbs
-        # The first rank to shut down ends the others' calls, too.
+        # The first rank that shuts down also ends the calls of the others.
         wait_asleep()
         self.verbs.shutdown()
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """In place."""
+        """Sum `tensor` in place."""
         self.verbs.allreduce_(tensor, op=self.verbs.Sum, name="benchmark")
 
     def optimizer(
         self, optimizer: torch.optim.Optimizer, named: Iterator[tuple[str, torch.nn.Parameter]]
     ) -> torch.optim.Optimizer:
-        """Its DistributedOptimizer, which must not step but while it is awake."""
+        """Return Horovod's DistributedOptimizer. Its steps need `awake`."""
         with self.awake() as verbs:
             return verbs.DistributedOptimizer(optimizer, named)
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """Which of them take part: what `found` is asked for."""
+    """Add --horovod: the cycle times that `found` takes."""
     parser.add_argument("--horovod", nargs="*", choices=NAMES, default=list(NAMES),
-                        help="its cycle times in ms, where it is installed")  # fmt: skip
+                        help="Horovod's cycle times in ms, if it is installed")  # fmt: skip
 
 
 def found(cycles_ms: list[str]) -> dict[str, Horovod]:
-    """By name; none where it is not installed (`hororing.as_horovod` is not meant)."""
+    """Return Horovod by name; {} if it is not installed. Ignores `hororing.as_horovod`."""
     if not cycles_ms:
         return {}
     if (BUILT / ".ready").exists() and str(BUILT / "site") not in sys.path:
@@ -82,6 +82,6 @@ def found(cycles_ms: list[str]) -> dict[str, Horovod]:
     if importlib.util.find_spec("horovod") is None:
         return {}
     verbs = importlib.import_module("horovod.torch")
-    if not hasattr(verbs, "init"):  # it has said why
+    if not hasattr(verbs, "init"):  # Horovod has printed the reason
         raise RuntimeError("Horovod's library does not load here: make bench-horovod builds it")
     return {NAMES[cycle_ms]: Horovod(verbs, cycle_ms) for cycle_ms in cycles_ms}

@@ -1,22 +1,22 @@
-"""Collectives over several hosts: our algorithms, Open MPI and gloo against the limit of the wire.
+"""Collectives over several hosts: our algorithms, Open MPI and gloo against the network's limit.
 
     export OMPI_MCA_btl=self,sm,tcp OMPI_MCA_pml=ob1 OMPI_MCA_osc=^ucx
     tests/hosts.sh 4,4 -r 200mbit mpirun python benchmarks/hosts.py --mbit 200 --json result.json
     ... --collective allgather broadcast --bytes 4194304 --only auto mpi gloo
 
-Contestants take turns in the same processes on the same memory, in random order; a call's time is
-that of the slowest rank, its processor time that of all ranks together. `over_mpi` is ours with MPI
-between the hosts, `tcp` the same with TCP.
+Contestants take turns in random order, in the same processes, on the same memory. A call's time is
+that of the slowest rank; its processor time is the sum over all ranks. `over_mpi` is hororing with
+MPI between the hosts, `tcp` is hororing with TCP.
 
-`of_limit` is the least time that the collective needs of the wires, over the time taken, in frames
-of 1,514 bytes that hold 1,448 of them. Of the tensor's bytes, for an allreduce every one of H hosts
-must send 2 (H - 1) / H; hosts must receive all of a broadcast; in an all-gather or a
+`of_limit` is the least time in which the network can carry the collective, over the measured time.
+Frames have 1,514 bytes, 1,448 of them data. As shares of the tensor: in an allreduce, each of H
+hosts must send 2 (H - 1) / H; in a broadcast, a host must receive everything; in an all-gather or a
 reduce-scatter, a host with k of N ranks must receive or send the parts of the others, (N - k) / N;
-in an all-to-all, where every rank has a tensor, send k (N - k) / N.
+in an all-to-all, in which every rank has a tensor, it must send k (N - k) / N.
 
-Figures are written after every turn. A way whose calls of one size have taken more than --patience
-seconds in all has no more turns; `turns` tells how many count: 0 where the only figure is that of
-the first call, which otherwise warms up.
+Figures are written after every turn. A contestant whose calls of one size have taken more than
+--patience seconds in all gets no more turns. `turns` is the number of turns that count; if it is 0,
+the figure is that of the first call, which otherwise is the warm-up.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mpi4py import MPI
 
 import hororing.torch as hvd
 
-# Ours: the variables of each. Algorithms go by the transport that `auto` takes.
+# Environment variables of hororing's variants. Algorithms use the transport that `auto` chooses.
 OURS = {
     "auto": {},
     "tcp": {"HORORING_TRANSPORT": "tcp"},
@@ -49,10 +49,10 @@ OURS = {
     },
 }
 WORLD = MPI.COMM_WORLD
-PAYLOAD = 1448 / 1514  # of TCP over Ethernet
+PAYLOAD = 1448 / 1514  # TCP over Ethernet
 
 
-# Bytes that some host must send or receive, over those of the tensor; of the ranks on each host.
+# Bytes that some host must send or receive, over those of the tensor, from the ranks on each host.
 NEEDS: dict[str, Callable[[list[int]], float]] = {
     "allreduce": lambda on: 2 * (len(on) - 1) / len(on),
     "allgather": lambda on: 1 - min(on) / sum(on),
@@ -60,7 +60,7 @@ NEEDS: dict[str, Callable[[list[int]], float]] = {
     "broadcast": lambda on: 1.0,
     "alltoall": lambda on: max(ranks * (1 - ranks / sum(on)) for ranks in on),
 }
-NO_PEER = {("reducescatter", "gloo")}  # gloo has none
+NO_PEER = {("reducescatter", "gloo")}  # gloo does not have it
 
 
 def own_part(x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def of_gloo(collective: str) -> Callable[[torch.Tensor], object]:
 
 
 def contestant(name: str, collective: str) -> Callable[[torch.Tensor], object]:
-    """Runs the collective on a tensor of all ranks' parts, in place where there is a choice."""
+    """Return a function that runs the collective on all ranks' parts, in place if possible."""
     if name == "mpi":
         return of_mpi(collective)
     if name == "gloo":
@@ -117,19 +117,19 @@ def wait_for_all() -> None:
 def timed(
     run: Callable[[torch.Tensor], object], tensor: torch.Tensor, calls: int
 ) -> tuple[float, float]:
-    """Seconds of a call on the slowest rank, and processor time of all ranks together."""
+    """Return seconds per call on the slowest rank, and processor time summed over the ranks."""
     wait_for_all()
     begin, begin_cpu = time.perf_counter(), time.process_time()
     for _ in range(calls):
         run(tensor)
     elapsed = (time.perf_counter() - begin) / calls
     cpu = (time.process_time() - begin_cpu) / calls
-    wait_for_all()  # asleep, while slower ranks still work
+    wait_for_all()  # sleeps while slower ranks still work
     return WORLD.allreduce(elapsed, MPI.MAX), WORLD.allreduce(cpu, MPI.SUM)
 
 
 class Series(NamedTuple):
-    """A contestant's calls of one size: the seconds of each turn's, or of the first call alone."""
+    """A contestant's times at one size, in s per call: of each turn, or of the first call only."""
 
     seconds: list[float]
     cpu: list[float]
@@ -141,7 +141,7 @@ Measured = dict[int, dict[str, Series]]  # by size, by contestant
 
 def measure(collective: str, names: list[str], tensors: dict[int, torch.Tensor],
             order: random.Random, turns: int, patience_s: float) -> Iterator[Measured]:  # fmt: skip
-    """Yield what was measured so far, after every turn."""
+    """Yield all measurements so far, after every turn."""
     names = [name for name in names if (collective, name) not in NO_PEER]
     found: Measured = {nbytes: {} for nbytes in tensors}
     left = {(name, nbytes): patience_s for name in names for nbytes in tensors}
@@ -170,7 +170,7 @@ def measure(collective: str, names: list[str], tensors: dict[int, torch.Tensor],
 
 
 def shares(of_size: dict[str, Series], limit: float) -> dict[str, dict[str, float]]:
-    """Every contestant's time, and which share of it the wires need."""
+    """Return every contestant's time, and the share of it that the network needs."""
     return {
         name: {
             "turns": series.turns,
@@ -185,7 +185,7 @@ def shares(of_size: dict[str, Series], limit: float) -> dict[str, dict[str, floa
 
 
 def show(row: dict[str, Any]) -> None:
-    """The figures of one size of one collective."""
+    """Print the figures of one size of one collective."""
     for name, figures in row.items():
         if not isinstance(figures, dict):
             continue
@@ -197,7 +197,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
-    """All of it or, where this process is killed meanwhile, all of the one before."""
+    """Replace the file atomically: this process may be killed at any time."""
     beside = path.with_suffix(".new")
     beside.write_text(json.dumps(report, indent=1) + "\n")
     beside.replace(path)
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--collective", choices=list(NEEDS), nargs="+", default=["allreduce"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", default=[*OURS, "mpi", "gloo"])
-    parser.add_argument("--patience", type=float, default=30, help="seconds of a way at one size")
+    parser.add_argument("--patience", type=float, default=30, help="s per contestant and size")
     parser.add_argument("--json", help="file to write the results to")
     arguments = parser.parse_args()
 
@@ -224,7 +224,7 @@ def main() -> None:
         )
     rate = arguments.mbit * 1e6 / 8 * PAYLOAD
     order = random.Random(WORLD.bcast(random.randrange(2**32)))
-    # Parts of equal sizes, as MPI's calls want them.
+    # MPI's calls need parts of equal size.
     tensors = {
         nbytes: torch.zeros(max(1, nbytes // 4 // size) * size if nbytes >= 4 * size else 1)
         for nbytes in arguments.bytes

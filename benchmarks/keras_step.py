@@ -1,21 +1,21 @@
-"""What a training step of Keras costs over one without communication, on one host.
+"""The overhead of communication in a Keras training step, on one host.
 
     mpirun -np 2 python benchmarks/keras_step.py
 
-Ways, on the same model, batches and processes:
+Variants, with the same model and batches, in the same processes:
 
-    plain      no communication: the others' times are given as more than this
+    plain      no communication: the baseline
     hororing   DistributedOptimizer
     mwms       tf.distribute.MultiWorkerMirroredStrategy with its ring over gRPC
 
-`--loop fit` is model.fit, in which Keras 3 does not run MultiWorkerMirroredStrategy (its
-compute_loss gets a PerReplica value: ValueError); `--loop custom` is the same step in a
-tf.function, for all three.
+`--loop fit` is model.fit, in which Keras 3 cannot run MultiWorkerMirroredStrategy (compute_loss
+raises a ValueError for a PerReplica value). `--loop custom` is the same step in a tf.function, for
+all three.
 
-The ways take turns, a series of steps each, begun together. A series' time is that of the slowest
-rank; printed are the median over the series and the 10th to 90th percentile, in ms per step, and
-the median of the difference to plain's series of the same round. Only ratios mean anything on a
-shared machine.
+The variants take turns, a series of steps each, which all ranks begin together. A series' time is
+that of the slowest rank. Printed are, in ms per step, the median and the 10th to 90th percentile of
+the series, and the median of the difference to plain's series of the same round. On a shared
+machine, only ratios are meaningful.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ NAMES = {"mwms": "MultiWorkerMirroredStrategy"}
 
 
 def strategy_of_tensorflow() -> tf.distribute.Strategy:
-    """Join the processes of this job by TensorFlow's own means, before anything else."""
+    """Return TensorFlow's own strategy over the ranks. REQUIRES: TensorFlow is not in use yet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -94,7 +94,7 @@ def compiled(model: keras.Model, optimizer: Any) -> keras.Model:
 
 
 def custom_loop(model: keras.Model, strategy: Any, x: Any, y: Any) -> Callable[[int], float]:
-    """Return a function that takes so many steps, and returns the seconds of one."""
+    """Return a function that runs the given number of steps, and returns the seconds per step."""
 
     def step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
@@ -118,7 +118,7 @@ def custom_loop(model: keras.Model, strategy: Any, x: Any, y: Any) -> Callable[[
 
 
 class _Clock(keras.callbacks.Callback):
-    """Notes when batches end. What fit does around them takes 310, 630 or 1270 ms, also alone."""
+    """Records the ends of batches: fit spends another 310 to 1270 ms around them, even alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def main(argv: list[str] | None = None) -> None:
             times[way].append(float(hvd_numpy.allreduce(mine, op=hvd.Max)))
     if hvd.rank() == 0:
         print(f"{options.model}, {options.loop}, {hvd.size()} ranks, ms per step")
-        base = np.array(times["plain"][2:])  # without the first two, which trace
+        base = np.array(times["plain"][2:])  # without the first two, in which TensorFlow traces
         rows = []
         for way, series in times.items():
             samples = np.array(series[2:])

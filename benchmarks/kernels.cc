@@ -1,11 +1,11 @@
-// How quick are the reduction kernels, per instruction set?
+// Bandwidth of the reduction kernels, by instruction set.
 //
 //   kernels [--seconds S]
 //
-// ReduceMany, in place into the first source, on one core. GB/s counts the bytes that the
-// algorithm must move: every source read and the result written, (count + 1) * bytes. 256 KiB
-// per source stays in the second-level cache, 64 MiB comes from memory. The median of rounds
-// in which the sets take turns, so that a busy machine slows all of them alike; `copy` is
+// ReduceMany on one core, in place into the first source. GB/s counts the bytes that the algorithm
+// must move: it reads every source and writes the result, (count + 1) * bytes. Sources of 256 KiB
+// stay in the second-level cache; those of 64 MiB come from memory. The instruction sets take
+// turns, so that a busy machine slows all of them alike. Prints the median over rounds. `copy` is
 // memcpy of one source, (1 + 1) * bytes, for comparison.
 
 #include <algorithm>
@@ -29,7 +29,7 @@ double Median(std::vector<double> values) {
   return *middle;
 }
 
-// One round: repeats until a millisecond has passed, so that the clock does not matter.
+// One round. Repeats for at least a millisecond, so that the clock's resolution does not matter.
 double SecondsEach(const std::function<void()>& body) {
   const TimeNs begin = NowNs();
   int64_t times = 0;
@@ -44,7 +44,7 @@ double SecondsEach(const std::function<void()>& body) {
 
 void Measure(DataType dtype, ReduceOp op, int count, size_t bytes, double seconds) {
   const std::vector<const char*> sets = {"portable", "avx2", "avx512"};
-  // Zeros stay zeros under both operations: no overflow, no subnormals, however often.
+  // Both operations keep zeros: no overflow and no subnormals, however often they run.
   std::vector<std::vector<char>> memory(static_cast<size_t>(count), std::vector<char>(bytes));
   std::vector<const void*> sources;
   for (const std::vector<char>& each : memory) sources.push_back(each.data());

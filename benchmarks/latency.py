@@ -1,13 +1,14 @@
-"""What a small blocking sum costs, by who asks for it: microseconds per call, called back to back.
+"""Latency of a small blocking sum, by caller: microseconds per call, called back to back.
 
     mpirun -np 2 python benchmarks/latency.py
 
     torch      allreduce_ of a tensor
     NumPy      allreduce_ of an array
-    MPI        MPI_Allreduce of that array through mpi4py, in place; and of the tensor, by .numpy()
-    handed     allreduce_async_ of a tensor, then synchronize: the engine's thread is woken for it
+    MPI        in-place MPI_Allreduce of that array through mpi4py; and of the tensor's .numpy()
+    handed     allreduce_async_ of a tensor, then synchronize: this wakes the engine's thread
 
-They take turns in series of 200 calls. Medians and 10th to 90th percentile of all calls.
+They take turns in series of 200 calls. Printed are the median and the 10th to 90th percentile of
+all calls.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Milliseconds per step whose reading, transforming and training sleep, by the frameworks' loaders.
+"""Time per step with the frameworks' data loaders. Reading, transforming and training only sleep.
 
     python benchmarks/loaders.py        # --ms 30 30 30: read, transform, train
 
-serial: everything in this process; DataLoader: torch's, four persistent workers; tf.data: both
-parts mapped in parallel. A batch has --mib MiB: 4.6 are 32 images of 8 bits, 224 x 224 x 3.
-Medians, 10th to 90th percentile.
+serial does everything in this process; DataLoader is torch's, with four persistent workers; tf.data
+maps both parts in parallel. A batch has --mib MiB: 4.6 MiB are 32 8-bit images of 224 x 224 x 3.
+Printed are the median and the 10th to 90th percentile, in ms.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     def data_loader() -> Iterable[object]:
         import torch
 
-        def collate(number: int) -> torch.Tensor:  # in a worker
+        def collate(number: int) -> torch.Tensor:  # runs in a worker
             return torch.from_numpy(transform(read(number)))
 
         options = {"batch_size": None, "num_workers": 4, "persistent_workers": True}

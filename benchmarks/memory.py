@@ -1,13 +1,12 @@
-"""What hororing itself holds per rank, beyond the script's own memory.
+"""hororing's own memory per rank, beyond the script's.
 
     mpirun -np 2 python benchmarks/memory.py
 
-Reads the proportional set size (shared pages counted once over all ranks) before init, after
-init and after summing 256 MB of gradients in 200 tensors, fused and one by one. The promise is
-at most twice the fusion buffer (64 MiB) plus 32 MiB; tests/python/test_memory.py holds it against
-that, and test_torch_memory.py training against DDP. A process that has initialised hororing
-before (as where several benchmarks share one) reports less for init. Horovod, where it is
-installed, does the same after us: what it holds besides us and the script.
+Reads the proportional set size (shared pages count once over all ranks) before init, after init,
+and after summing 256 MB of gradients in 200 tensors, fused and one by one. The promise is at most
+twice the fusion buffer (64 MiB) plus 32 MiB; tests/python/test_memory.py checks it, and
+test_torch_memory.py compares training with DDP. In a process that has initialized hororing before,
+init takes less. Horovod, if installed, runs after hororing: its figures are what it adds.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def pss_mib() -> float:
 def measured(
     who: str, init: Callable[[], object], verbs: Any, gradients: list[torch.Tensor]
 ) -> dict[str, Any]:
-    """One contestant on this rank, from before it is initialised; the verbs are the same."""
+    """Measure one contestant on this rank, from before its initialization."""
     before = pss_mib()
     init()
     after_init = pss_mib()
@@ -59,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     for gradient in gradients:
         gradient.fill_(1.0)
     figures = [measured("hororing", hvd.init, hvd, gradients)]
-    import horovod_peer  # only now: it initialises MPI, which is ours to pay for
+    import horovod_peer  # only now: it initializes MPI, which counts as hororing's memory
 
     with contextlib.ExitStack() as awake:
         for name, peer in horovod_peer.found(["1"]).items():

@@ -1,8 +1,8 @@
-"""An alpha-beta network of hosts, and what an allreduce costs on it, by algorithm.
+"""An alpha-beta network of hosts, and the cost of an allreduce on it, by algorithm.
 
-A message of m bytes takes alpha + m / bandwidth (R. Hockney, 1994). Ranks of a host reach each
-other by the inner link, one each; a host has one NIC, which its ranks share, and sends and
-receives at the same time. Ranks are ordered by host. Arithmetic and congestion are left out.
+A message of m bytes takes alpha + m / bandwidth (R. Hockney, 1994). Each rank has an inner link to
+the other ranks of its host; the ranks of a host share one NIC, which sends and receives at the same
+time. Ranks are ordered by host. The model ignores arithmetic and congestion.
 
 Symbols: P ranks, k ranks per host, H = P / k hosts, S bytes.
 """
@@ -49,7 +49,7 @@ def recursive_doubling(network: Network, ranks: int, nbytes: float) -> float:
     per_host, hosts = _hosts(network, ranks)
     inner = math.log2(per_host) * (network.inner_alpha_s + nbytes / network.inner_bandwidth)
     outer = network.outer_alpha_s + per_host * nbytes / network.outer_bandwidth
-    extra = 2 if hosts & (hosts - 1) else 0  # ranks beyond the power of two go in and out
+    extra = 2 if hosts & (hosts - 1) else 0  # for the ranks beyond the power of two
     return inner + (int(math.log2(hosts)) + extra) * outer
 
 
@@ -89,7 +89,7 @@ BEST = "the best per size"
 
 
 def seconds(algorithm: str, network: Network, ranks: int, nbytes: float) -> float:
-    """What one allreduce takes; BEST: by the algorithm that is fastest for this size."""
+    """Return the time of an allreduce; BEST: with the fastest algorithm for this size."""
     if algorithm == BEST:
         return min(cost(network, ranks, nbytes) for cost in ALGORITHMS.values())
     return ALGORITHMS[algorithm](network, ranks, nbytes)

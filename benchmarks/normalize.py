@@ -1,9 +1,9 @@
-"""Microseconds per image of 224 x 224 x 3 to float16 in four channels: by table, by arithmetic.
+"""Time to normalize an image of 224 x 224 x 3 to four channels of float16: table or arithmetic.
 
     python benchmarks/normalize.py
 
-The table is `hororing.toolkit.data.normalize`, the arithmetic NumPy's. They take turns. Medians,
-10th to 90th percentile.
+The table is `hororing.toolkit.data.normalize`; the arithmetic is NumPy's. They take turns. Printed
+are the median and the 10th to 90th percentile, in us.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The peers that can be found here: what they are called, their versions, how to run them.
+"""The peers on this machine: their names, their versions, and how to run them.
 
-Open MPI or MPICH is the MPI that mpi4py finds, so the other one needs a run of its own (`make
-bench` makes it an environment). Horovod is in horovod_peer.py.
+mpi4py finds Open MPI or MPICH, so the other one needs its own run (`make bench-mpich` makes an
+environment for it). Horovod is in horovod_peer.py.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Sum = Callable[[Any], object]
 
 
 def mpi_name() -> str:
-    """Name and version: "Open MPI 5.0.11"; `BENCHMARK_MPI_NOTE` says how it was tuned."""
+    """Return name and version ("Open MPI 5.0.11"), and `BENCHMARK_MPI_NOTE`: how it is tuned."""
     vendor, version = MPI.get_vendor()
     note = os.environ.get("BENCHMARK_MPI_NOTE")
     return f"{vendor} {'.'.join(map(str, version))}" + (f", {note}" if note else "")
 
 
 def join_gloo() -> None:
-    """Make torch.distributed's default group, of gloo, once per process."""
-    import torch.distributed as dist  # not of all benchmarks' business
+    """Initialize torch.distributed's default group over gloo, once per process."""
+    import torch.distributed as dist  # here, because not all benchmarks need it
 
     if dist.is_initialized():
         return
@@ -38,7 +38,7 @@ def join_gloo() -> None:
 
 
 def sums(names: list[str] | None = None) -> dict[str, Sum]:
-    """Peers by name; each sums its argument over all ranks, in place, and waits for it."""
+    """Return the peers by name; each sums its argument over all ranks, in place, and blocks."""
     found: dict[str, Sum] = {
         mpi_name(): lambda tensor: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, tensor.numpy())
     }
@@ -51,7 +51,7 @@ def sums(names: list[str] | None = None) -> dict[str, Sum]:
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, None where it is missing."""
+    """Return the installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -59,6 +59,6 @@ def version(package: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """All that take part, by package; None: not found here."""
+    """Return the version of every contestant, by package; None if it is not installed."""
     packages = ("hororing", "torch", "tensorflow-cpu", "keras", "horovod", "mpi4py", "numpy")
     return {"mpi": mpi_name(), **{name: version(name) for name in packages}}

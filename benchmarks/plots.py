@@ -1,4 +1,4 @@
-"""Plots (PNG) for the pages, of what benchmarks/bench.py and simulate.py have written, beside it.
+"""Plots (PNG) of the results of benchmarks/bench.py and simulate.py, written beside them.
 
 python benchmarks/plots.py [benchmarks/results/bench.json]
 """
@@ -21,7 +21,7 @@ OURS = {"color": "black", "linewidth": 2.2}
 
 
 def bus_bandwidth(report: Report, ranks: int, path: Path) -> None:
-    """Sizes against GB/s, a line per contestant, with the band from p10 to p90."""
+    """Plot GB/s over the size: a line per contestant, and a band from p10 to p90."""
     lines: dict[str, list[tuple[int, float, float, float]]] = {}
     for found in sums(report, ranks).values():
         for who, row in found.items():
@@ -51,7 +51,7 @@ def bus_bandwidth(report: Report, ranks: int, path: Path) -> None:
 def bars(
     axes: Any, bench: Report, part: str, case: str, layouts: dict[int, str], limit: str
 ) -> None:
-    """Milliseconds of hororing and its peers by layout, with the limit as a line."""
+    """Plot milliseconds of hororing and its peers by layout, and the limit as a line."""
     measure = {"sets": "set of gradients", "hosts": "several hosts"}[part]
     for place, ranks in enumerate(layouts):
         found = {re.sub(r" [\d.]+(?=,|$)", "", row["who"]): row["median_us"] / 1e3
@@ -70,7 +70,7 @@ def bars(
 
 
 def scaling(bench: Report, simulated: dict[str, Any], path: Path) -> None:
-    """Three panels: ranks of one host, hosts with slow links, and the simulation of many ranks."""
+    """Plot three panels: ranks of one host, hosts with slow links, many simulated ranks."""
     figure, (ranks, hosts, many) = plt.subplots(1, 3, figsize=(12, 4))
     one_host = {2: "2 ranks", 4: "4 ranks"}
     bars(ranks, bench, "sets", "ResNet-50", one_host, "copy (limit)")
@@ -93,7 +93,7 @@ def scaling(bench: Report, simulated: dict[str, Any], path: Path) -> None:
 
 
 def rates(bench: Report, path: Path) -> None:
-    """Two panels, ranks of one host and hosts of one rank: images per second of a training step."""
+    """Plot images per second of a training step: ranks of one host, and hosts of one rank."""
     figure, both = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
     for axes, (part, where) in zip(both, SCALING.items(), strict=True):
         for who, points in training_rates(bench, part).items():

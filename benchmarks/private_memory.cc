@@ -1,10 +1,11 @@
-// Would it pay to reduce private memory where it lies? An in-place float32 sum of two processes,
+// Is it faster to read the private memory of another process than to copy through shared memory? An
+// in-place float32 sum of two processes, by two methods that take turns:
 //
-//   packed   through the segment in cache-sized blocks (csrc/backend/shm_direct.cc)
-//   read     each reads the other's half with process_vm_readv into memory that stays in cache,
-//            adds it to its own half, and reads the other's sums straight into its own memory
+//   packed   through the segment in cache-sized blocks (csrc/backend/allreduce_pipeline.cc)
+//   read     each process reads half of the other's data with process_vm_readv into memory that
+//            stays in the cache, adds its own, and then reads the other's sums into its own memory
 //
-// by turns. Medians and fastest rounds on rank 0 in milliseconds; see docs/adr/0017.
+// Prints the median and the fastest round on rank 0, in ms; see docs/adr/0017.
 
 #include <sys/mman.h>
 #include <sys/uio.h>
@@ -28,7 +29,7 @@ namespace {
 
 using namespace hororing;
 
-constexpr size_t kReadAtATime = 128 << 10;  // of 32, 128 and 512 KiB the quickest
+constexpr size_t kReadAtATime = 128 << 10;  // the fastest of 32, 128 and 512 KiB
 
 struct Peer {
   pid_t pid = 0;

@@ -1,13 +1,13 @@
-"""What an allreduce in a process set costs on one host, by either of its two ways.
+"""The cost of an allreduce in a process set on one host, by its two implementations.
 
     mpirun -np 3 python benchmarks/process_sets.py
 
     direct     blocks in the slots of shared memory: the world and the first 15 sets
-    pairwise   rings over the pipes between two ranks: further sets
-    world      all ranks, for comparison; the set has all but the last, which does nothing then
+    pairwise   rings over the pipes between pairs of ranks: further sets
+    world      all ranks, for comparison; the sets have all but the last, which is idle meanwhile
 
-The three take turns, a call each. Milliseconds per blocking sum of float32 in place: median, and
-10th to 90th percentile.
+The three take turns, a call each. Printed are the median and the 10th to 90th percentile of a
+blocking in-place sum of float32, in ms.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from turns import summary
 import hororing.numpy as hvd
 from hororing.process_sets import register
 
-DIRECT_SETS = 15  # kDirectSets of csrc/transport/shm_segment.h, without the world
+DIRECT_SETS = 15  # kDirectSets in csrc/transport/shm_segment.h, minus the world
 
 
 def seconds(tensor: np.ndarray, process_set: hvd.ProcessSet, name: str) -> float:
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     sizes, rounds = ([0.0625], 1) if options.quick else (options.mib, options.rounds)
     hvd.init()
     if hvd.size() < 3:
-        raise SystemExit("a set of some ranks needs at least 3: mpirun -np 3 ...")
+        raise SystemExit("this benchmark needs at least 3 ranks: mpirun -np 3 ...")
     members = range(hvd.size() - 1)
     direct = register(members, internal=True)
     for _ in range(DIRECT_SETS - 1):

@@ -1,8 +1,8 @@
-"""What a benchmark writes down: rows, and under which circumstances they were measured.
+"""The results of a benchmark: rows, and the circumstances of the measurement.
 
 A row is one contestant of one measure in one case: {"measure", "case", "who", "median_us",
-"p10_us", "p90_us", "series", ...}, optionally with "nbytes" (that each rank holds). Files are
-JSON; nothing in them names a user or a folder of the machine.
+"p10_us", "p90_us", "series", ...}, optionally with "nbytes" (per rank). Files are JSON, and contain
+neither user names nor folders of the machine.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def human(nbytes: int) -> str:
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """Return a parser with the options of every benchmark."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", help="write all figures to this file")
-    parser.add_argument("--quick", action="store_true", help="only see that it runs")
+    parser.add_argument("--quick", action="store_true", help="smoke test")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each contestant and case")
     parser.add_argument("--seed", type=int, default=1, help="of the order of turns")
     return parser
 
 
 def print_rows(rows: list[Row], base: str = "hororing") -> None:
-    """One case, all contestants, with how many times as long as `base` each takes."""
+    """Print one case: all contestants, and their times as multiples of `base`."""
     ours = next(row["median_us"] for row in rows if row["who"] == base)
     for row in rows:
         print(
@@ -58,11 +58,11 @@ def processor() -> str:
 
 
 def busy_share(seconds: float = 1.0) -> float:
-    """The share of this machine's cores that is in use, while we do nothing."""
+    """Return the share of this machine's cores that others use."""
 
     def ticks() -> tuple[int, int]:
         fields = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        return sum(fields), fields[3] + fields[4]  # all; idle and waiting for disks
+        return sum(fields), fields[3] + fields[4]  # all; idle plus waiting for disks
 
     (total, idle), _ = ticks(), time.sleep(seconds)
     later_total, later_idle = ticks()
@@ -70,7 +70,7 @@ def busy_share(seconds: float = 1.0) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Where and when, and how busy it was before we began."""
+    """Return the machine, the date, the commit, and how busy the machine is."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
@@ -87,7 +87,7 @@ def machine() -> dict[str, Any]:
 
 
 def command() -> str:
-    """As one would type it; without the result file, which names a folder of the machine."""
+    """Return the command line, without the result file, whose path names a folder."""
     args = sys.argv[1:]
     if "--json" in args:
         place = args.index("--json")
@@ -96,9 +96,9 @@ def command() -> str:
 
 
 def save(path: str | None, rows: list[Row]) -> None:
-    """Write rows and circumstances to `path`, if there is one. As often as there are new rows."""
+    """Write rows and circumstances to `path`, if given. Called whenever there are new rows."""
     if path:
-        import peers  # here, since it initialises MPI
+        import peers  # here, because it initializes MPI
 
         report = {
             "command": command(),

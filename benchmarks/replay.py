@@ -1,13 +1,13 @@
 """Replays the gradients of a training step under a fusion policy.
 
-Backward makes gradients at known times; one channel carries one batch after the other; a batch
-costs its negotiation and its allreduce. Which gradients share a batch is decided by
+Backward produces gradients at known times; one channel carries one batch after the other; a batch
+costs its negotiation and its allreduce. The policies decide which gradients share a batch:
 
-    per tensor   nobody: each by itself
-    one bucket   all wait for the last
+    per tensor   none: each gradient is a batch
+    one bucket   all gradients, once the last one is ready
     DDP          1 MiB first, then 25 MiB, in the order of backward (DistributedDataParallel)
-    ready        the engine's rule: whatever is ready when the channel is free goes together, cut
-                 by the core's fusion planner (csrc/engine/fusion_planner.h)
+    ready        the engine's rule: all that are ready when the channel becomes free, divided by
+                 the core's fusion planner (csrc/engine/fusion_planner.h)
 
 The fusion planner is the real one, through the test module; times are simulated.
 """
@@ -23,13 +23,13 @@ from shapes import Layer
 
 MIB = 1 << 20
 FUSION_BYTES = 64 * MIB
-FLOAT32 = 7  # DataType of csrc/base/types.h
+FLOAT32 = 7  # DataType in csrc/base/types.h
 Cost = Callable[[float], float]  # bytes of a batch -> seconds
 Negotiation = Callable[[int], float]  # tensors of a batch -> seconds
 
 
 class Step(NamedTuple):
-    """Gradients in the order in which backward makes them, and when, from its begin."""
+    """Gradients in the order of backward, and their times from its begin."""
 
     ready_s: list[float]
     nbytes: list[int]
@@ -38,9 +38,9 @@ class Step(NamedTuple):
 
 
 def step_of(layers: Sequence[Layer], step_s: float, element_bytes: int) -> Step:
-    """A step of `step_s`, a third of it forward, divided among layers by their multiply-adds.
+    """Return a step of `step_s`, divided among the layers in proportion to their multiply-adds.
 
-    Backward needs twice the work of forward: the gradients of inputs and of weights.
+    Forward takes a third of it: backward computes the gradients of inputs and of weights.
     """
     work = sum(layer.multiply_adds for layer in layers)
     backward = step_s * 2 / 3
@@ -54,7 +54,7 @@ def step_of(layers: Sequence[Layer], step_s: float, element_bytes: int) -> Step:
 
 
 def buckets_of_ddp(nbytes: Sequence[int]) -> list[int]:
-    """Ends of buckets: closed as soon as they hold 1 MiB (the first) or 25 MiB."""
+    """Return the ends of buckets, which close once they hold 1 MiB (the first) or 25 MiB."""
     ends, held = [], 0
     for index, size in enumerate(nbytes):
         held += size
@@ -65,7 +65,7 @@ def buckets_of_ddp(nbytes: Sequence[int]) -> list[int]:
 
 
 def ends_of(policy: str, step: Step) -> list[int]:
-    """Ends of the buckets of a policy that fixes them before the step."""
+    """Return the ends of the buckets of a policy that fixes them before the step."""
     count = len(step.nbytes)
     if policy == "per tensor":
         return list(range(1, count + 1))
@@ -76,7 +76,7 @@ def ends_of(policy: str, step: Step) -> list[int]:
 
 
 def end_of_buckets(step: Step, ends: Sequence[int], cost: Cost, negotiation: Negotiation) -> float:
-    """When the last bucket is reduced, from the begin of backward."""
+    """Return when the last bucket is reduced, from the begin of backward."""
     free, first = 0.0, 0
     for end in ends:
         begin = max(free, step.ready_s[end - 1])
@@ -86,7 +86,7 @@ def end_of_buckets(step: Step, ends: Sequence[int], cost: Cost, negotiation: Neg
 
 
 def end_of_ready(core: ModuleType, step: Step, cost: Cost, negotiation: Negotiation) -> float:
-    """As end_of_buckets, where each time all that is ready goes, by the fusion planner."""
+    """Return the same as end_of_buckets for the policy "ready"."""
     free, first, count = 0.0, 0, len(step.nbytes)
     while first < count:
         free = max(free, step.ready_s[first])
@@ -107,7 +107,7 @@ POLICIES = ["per tensor", "one bucket", "DDP", "ready"]
 def efficiency(
     policy: str, core: ModuleType, step: Step, cost: Cost, negotiation: Negotiation
 ) -> float:
-    """Time of a step without communication by that with it."""
+    """Return the time of a step without communication over that with it."""
     if policy == "ready":
         end = end_of_ready(core, step, cost, negotiation)
     else:

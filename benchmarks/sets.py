@@ -2,23 +2,23 @@
 
     mpirun -np 2 python benchmarks/sets.py
 
-    hororing          submitted one by one, under names that are there, as hooks do; then waited for
+    hororing          submits all under existing names, as hooks do, then waits for all
     hororing grouped  one grouped_allreduce_
-    MPI               one blocking MPI_Allreduce after the other, in place
-    Horovod           as the first, with its cycle of 1 ms and with one of 0.1 ms
-    Horovod grouped   as the second
-    DDP's buckets     as DistributedDataParallel: 1 MiB, then 25 MiB, copied into the bucket, gloo
-                      (all buckets under way at once), copied back
-    DDP's views       the same buckets with gradient_as_bucket_view: no copies, gradients lie there
+    MPI               one blocking in-place MPI_Allreduce after the other
+    Horovod           the same calls as `hororing`, with a cycle of 1 ms and of 0.1 ms
+    Horovod grouped   the same call as `hororing grouped`
+    DDP's buckets     as DistributedDataParallel: copies gradients into buckets of 1 MiB, then
+                      25 MiB, reduces all buckets at once over gloo, and copies the sums back
+    DDP's views       the same buckets with gradient_as_bucket_view, which saves the copies
 
-    copy (limit)      every rank copies its gradients, all at once: what memory allows, as in
-                      allreduce.py; where the calls alone do not take longer
+    copy (limit)      all ranks copy their gradients at once: the memory bandwidth, as in
+                      allreduce.py, except for sets whose calls alone take longer
 
-All sum gradients of float32 in the order in which backward makes them; each is the `grad` of a
-parameter, as in a model. DDP's division by the number of ranks is left out for all.
+All contestants sum float32 gradients in the order of backward; each is the `grad` of a parameter,
+as in a model. None of them divides by the number of ranks.
 
-With --mixed, every second gradient is in bfloat16, and there are twelve counters in int64. hororing
-alone takes part, and "a group for each dtype" reduces one group after the other.
+With --mixed, every second gradient is bfloat16, and there are twelve int64 counters. Only hororing
+takes part, and "a group for each dtype" reduces one group after the other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from turns import summary, take_turns
 import hororing.torch as hvd
 
 MIB = 1 << 20
-# Below so many bytes a tensor is copied in less time than it takes to ask for it.
+# Copying a smaller tensor takes less time than the call, in bytes.
 LARGE = 64 << 10
 SETS = {
     "ResNet-50": lambda: shapes.tensors(shapes.resnet50()),
@@ -49,7 +49,7 @@ SETS = {
 
 
 def one_by_one(gradients: dict[str, torch.Tensor], verbs: Any = hvd) -> None:
-    """By hororing or by Horovod: the verbs are the same."""
+    """Submit all, then wait for all; hororing and Horovod have the same verbs."""
     handles = [
         verbs.allreduce_async_(gradient, op=verbs.Sum, name=name)
         for name, gradient in gradients.items()
@@ -105,7 +105,7 @@ def parameters_with(gradients: list[torch.Tensor]) -> list[torch.nn.Parameter]:
 
 
 class Buckets:
-    """DDP's: gradients that share a flat tensor, in the order of backward."""
+    """DDP's buckets: gradients that share a flat tensor, in the order of backward."""
 
     def __init__(self, gradients: list[torch.Tensor]) -> None:
         assignment, _ = dist._compute_bucket_assignment_by_size(gradients, [MIB, 25 * MIB])

@@ -25,7 +25,7 @@ class Layer(NamedTuple):
 
 
 def _convolution(name: str, inputs: int, outputs: int, kernel: int, size: int, bias: bool) -> Layer:
-    """`size`: the side of the output."""
+    """Return a convolution with outputs of `size` x `size`."""
     shapes: list[tuple[int, ...]] = [(outputs, inputs, kernel, kernel)]
     work = size * size * inputs * outputs * kernel * kernel
     return Layer(name, [*shapes, (outputs,)] if bias else shapes, work)
@@ -117,7 +117,7 @@ MODELS = {"ResNet-50": resnet50, "VGG-16": vgg16, "AlexNet": alexnet, "BERT-base
 
 
 def tensors(layers: list[Layer]) -> list[tuple[int, ...]]:
-    """All parameters' shapes, in the order of the forward pass."""
+    """Return the shapes of all parameters, in the order of the forward pass."""
     return [shape for layer in layers for shape in layer.shapes]
 
 

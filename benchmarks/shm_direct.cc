@@ -1,15 +1,15 @@
-// How quick is the direct allreduce through shared memory, without the engine around it?
+// Speed of the direct allreduce through shared memory, without the engine.
 //
 //   shm_direct [--ranks N]... [--bytes B]... [--dtype D]... [--tensors T] [--seconds S]
 //              [--spin-us U] [--pin 1]
 //
-// Per rank count, size and dtype (float32 where none is given): in-place sums of one tensor (or of
-// T equal ones that make up the size together) among N processes, and a copy of as many bytes by
-// all N processes at once to other memory, until the last has done; round by round in turns,
-// medians and twentieths on rank 0 in microseconds. Sizes count float32: another dtype has as many
-// elements. An allreduce must read S and write S bytes per rank, as the copy does; so "of limit",
-// copy / sum, is the share of the memory's speed that it gets. algbw = size / time of the sum.
-// Without --spin-us: 50, or 5 where the ranks outnumber the cores. --pin binds rank r to core r.
+// For each number of ranks, size and dtype (default float32), two measurements take turns: in-place
+// sums of one tensor (or of T equal ones with that total size) among N processes, and a copy of as
+// many bytes by all N processes at once, until the last one is done. Printed are medians and
+// 5th percentiles on rank 0, in us. Sizes are those of float32; other dtypes have as many elements.
+// An allreduce must read S and write S bytes per rank, as the copy does, so "of limit", copy / sum,
+// is the share of the memory bandwidth that it uses. algbw = size / time of the sum. --spin-us is
+// 50 by default, or 5 if there are more ranks than cores. --pin binds rank r to core r.
 
 #include <sched.h>
 #include <sys/mman.h>
@@ -47,7 +47,7 @@ struct Options {
   bool pin = false;
 };
 
-// What the processes of one run say to one another besides the segment.
+// Memory that the processes of one run share, besides the segment.
 struct Shared {
   std::atomic<int> wrong{0};
 };
@@ -70,7 +70,7 @@ bool Reduce(SharedMemoryBackend& backend, void* data, size_t elements, size_t te
   return status.ok();
 }
 
-// Small whole numbers, whose sums every dtype holds; as the dtype's bytes, and back.
+// Converts small integers, whose sums are exact in every dtype, to the dtype's bytes and back.
 void Store(DataType dtype, void* data, size_t i, float value) {
   if (dtype == DataType::kFloat32) {
     static_cast<float*>(data)[i] = value;
@@ -89,7 +89,7 @@ struct Times {
   std::vector<double> us;
   void Add(TimeNs begin) { us.push_back(static_cast<double>(NowNs() - begin) / 1e3); }
   double median() const { return At(0.5); }
-  // What is reached in quiet moments.
+  // The 5th percentile: the speed when the machine is quiet.
   double best() const { return At(0.05); }
   double At(double share) const {
     std::vector<double> sorted = us;
@@ -98,7 +98,7 @@ struct Times {
   }
 };
 
-// One dtype: its memory, and how long everything took.
+// One dtype: its memory and its times.
 struct Contest {
   Contest(DataType of, size_t size) : dtype(of), bytes(size), data(size), copy(size) {}
 
@@ -119,7 +119,7 @@ void Print(const Contest& contest, int ranks, int rounds) {
   std::fflush(stdout);
 }
 
-// One rank's life. Rank 0 prints.
+// Runs one rank. Rank 0 prints.
 int RunRank(const Options& options, const std::string& name, int rank, int ranks, Shared& shared) {
   std::shared_ptr<ShmSegment> segment;
   const Status attached = ShmSegment::Attach(name, ShmSegment::Geometry::For(ranks), &segment);
@@ -179,7 +179,7 @@ int RunRank(const Options& options, const std::string& name, int rank, int ranks
         begin = NowNs();
         std::memcpy(contest.copy.data(), contest.data.data(), contest.bytes);
         asm volatile("" : : "r"(contest.copy.data()) : "memory");
-        if (!Reduce(backend, &go, 1)) return 1;  // until all have copied
+        if (!Reduce(backend, &go, 1)) return 1;  // waits until all have copied
         contest.copied.Add(begin);
       }
     }

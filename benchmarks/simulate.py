@@ -3,16 +3,15 @@
     make test-cpp && python benchmarks/simulate.py      # a minute; writes results/simulate*
 
 Real: the fusion planner, the coordinator and its messages (csrc/, through the test module). "ready"
-is a model of the engine's rule, "engine, ready" what the coordinator decides, report by report
-(engine_replay.py). Simulated: the network (network.py: alpha, beta, one NIC per host), the time of
-backward (replay.py: a third of the step is forward, the rest is divided by multiply-adds), and that
-all ranks are equally fast. Efficiency is the time of a step without communication by that with it:
-the larger the batch on a rank, the better.
+is a model of the engine's rule; "engine, ready" is what the coordinator decides, report by report
+(engine_replay.py). Simulated: the network (network.py: alpha, beta, one NIC per host) and the times
+of backward (replay.py). All ranks are equally fast. Efficiency is the time of a step without
+communication over that with it: it grows with the batch per rank.
 
-What it can show: which algorithm and which fusion policy wins where, from where latency counts,
-what negotiation costs, how the coordinator's work grows. What it cannot: stragglers, congestion,
-the speed of our data plane on hardware that nobody here has measured. The published curves are
-drawn for orientation; they were measured on other software and hardware.
+The simulation shows which algorithm and which fusion policy is best, from which scale latency
+matters, what negotiation costs, and how the coordinator's work grows. It does not show stragglers,
+congestion, or the speed of our data plane on hardware on which we have not measured it. The
+published curves are for orientation; they were measured with other software and hardware.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ CONTROL_RANKS = [*RANKS, 4096, 8192, 16384]
 
 
 class Job(NamedTuple):
-    """A model on a network, with the seconds of a step alone, and what was published of it."""
+    """A model on a network, the time of a step without communication, and published results."""
 
     model: str
     network: Network
@@ -70,7 +69,7 @@ JOBS = [
 
 
 def load_core() -> ModuleType:
-    """The test module, which `make test-cpp` builds."""
+    """Return the test module, which `make test-cpp` builds."""
     name = "_testing" + sysconfig.get_config_var("EXT_SUFFIX")
     paths = [ROOT / "build" / preset / name for preset in ("editable", "release", "dev")]
     found = [path for path in paths if path.exists()]
@@ -85,13 +84,13 @@ def load_core() -> ModuleType:
 
 
 class Work(NamedTuple):
-    """CPU seconds of negotiation, fitted to the real one: per rank, and per tensor of a rank."""
+    """CPU seconds of the real negotiation, fitted: per rank, and per tensor of a rank."""
 
-    report_s: float  # of the coordinator
+    report_s: float  # in the coordinator
     tensor_s: float
-    host_report_s: float = 0.0  # of the first rank of a host that combines, per rank of that host
+    host_report_s: float = 0.0  # in the first rank of a host, which combines its ranks' reports
     host_tensor_s: float = 0.0
-    combined: int = 1  # ranks of a host, whose reports came as one
+    combined: int = 1  # number of ranks whose reports are combined
 
 
 def coordinator_work(core: ModuleType, ranks: int = 512, combined: int = 1) -> Work:
@@ -111,12 +110,12 @@ def coordinator_work(core: ModuleType, ranks: int = 512, combined: int = 1) -> W
 
 
 def negotiation(net: Network, ranks: int, work: Work | None):
-    """Seconds to agree on so many tensors: reports go to rank 0, which answers them all.
+    """Return a function from a number of tensors to the seconds in which all ranks agree on them.
 
-    Messages of a rank are handled one after the other. Where `work` is that of combined reports,
-    ranks of another host report to its first rank, which sends them on as one and hands on the
-    answer; a message within a host is counted as dear as one between hosts, which it is not.
-    Without `work` it costs nothing.
+    Ranks report to rank 0, which answers them all; a rank handles its messages one after the other.
+    If `work` is for combined reports, the ranks of another host report to its first rank, which
+    forwards one report and passes on the answer. A message within a host counts as much as one
+    between hosts, which is pessimistic. Without `work`, negotiation costs nothing.
     """
     per_host = min(net.ranks_per_host, ranks)
     message = 2 * net.message_overhead_s
@@ -140,7 +139,7 @@ def negotiation(net: Network, ranks: int, work: Work | None):
 def scaling(
     core: ModuleType, job: Job, ranks: list[int], combined: Work, flat: Work
 ) -> dict[str, Any]:
-    """Efficiency by number of ranks: per algorithm, per policy, per way of negotiating."""
+    """Return efficiencies by number of ranks: per algorithm, policy, and kind of negotiation."""
     step = replay.step_of(shapes.MODELS[job.model](), job.step_s, job.element_bytes)
 
     def line(algorithm: str, policy: str, work: Work | None = combined) -> list[float]:
@@ -181,10 +180,10 @@ def scaling(
 def control_plane(
     core: ModuleType, ranks: list[int], combined: int = 8, bursts: int = 8
 ) -> list[dict[str, Any]]:
-    """What a step of ResNet-50, in `bursts` equal parts, costs rank 0: first and later steps.
+    """Return the cost for rank 0 of a step of ResNet-50 in `bursts` equal parts: first and later.
 
-    Of every number of ranks twice: with reports that are combined, `combined` ranks to a host, and
-    with every rank reporting by itself.
+    Each number of ranks has two cases: the reports of `combined` ranks of a host are combined, or
+    every rank reports to rank 0.
     """
     sizes = replay.step_of(shapes.resnet50(), 1.0, 4).nbytes
     parts = [list(part) for part in np.array_split(sizes, bursts)]
@@ -203,7 +202,7 @@ def control_plane(
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Efficiency at some numbers of ranks, and the control plane."""
+    """Return the page: efficiencies at some numbers of ranks, and the control plane."""
     work, flat = report["coordinator"], report["coordinator_flat"]
     lines = [
         "# Simulated scaling",
@@ -211,11 +210,11 @@ def markdown(report: dict[str, Any]) -> str:
         "`python benchmarks/simulate.py`: the real fusion planner and coordinator over a simulated "
         "network. **Predictions under the stated assumptions, not measurements.** The coordinator "
         f"takes {1e9 * work['report_s']:.0f} ns per rank and {1e9 * work['tensor_s']:.0f} ns per "
-        f"tensor of a rank where reports of {work['combined']} ranks come as one (for which the "
-        f"first rank of their host takes {1e9 * work['host_report_s']:.0f} and "
+        f"tensor of a rank if the reports of {work['combined']} ranks are combined (which takes "
+        f"the first rank of their host {1e9 * work['host_report_s']:.0f} and "
         f"{1e9 * work['host_tensor_s']:.0f} ns), and {1e9 * flat['report_s']:.0f} and "
-        f"{1e9 * flat['tensor_s']:.0f} ns where each comes by itself (fitted to the real one, on "
-        "this machine).",
+        f"{1e9 * flat['tensor_s']:.0f} ns if every rank reports to it (fitted to the real "
+        "coordinator, on this machine).",
     ]
     for each in report["scaling"]:
         shown = [n for n in each["ranks"] if n in (8, 64, 512, 1024, 2048)]
@@ -230,8 +229,8 @@ def markdown(report: dict[str, Any]) -> str:
             known = {n: f"{value:.1%}" for n, value in points}
             lines.append(f"| published: {who} | {' | '.join(known.get(n, '') for n in shown)} |")
     lines += ["", "## Rank 0's control plane in a step of ResNet-50, 8 bursts, real code", "",
-              "Reports of 8 ranks of a host combined, and every rank by itself; CPU ms of a host: "
-              "of the first rank of one that combines.", "",
+              "The reports of 8 ranks of a host are combined, or every rank reports to rank 0. CPU "
+              "ms of a host: of the first rank of a host, which combines the reports.", "",
               "| ranks | step | ranks per message | CPU ms | CPU ms of a host | messages in | "
               "bytes in | messages out | bytes out |",
               "|---:|---|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip

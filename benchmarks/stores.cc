@@ -1,12 +1,12 @@
-// What it costs to write what another core has read, and to read what it has written.
+// The cost of writing memory that another core has read, and of reading what it has written.
 //
 //   stores [--kib K] [--rounds N]
 //
-// Two threads hand K KiB (256) to one another in four rooms, as the slots of
-// backend/host_pipeline.h do: one copies into a room, the other out of it, in turns, once with
-// ordinary and once with streaming stores. GB/s, medians of N (400) rounds. The round trip of a
-// cache line between the two tells where they ran: some 60 ns within one last-level cache, 300 and
-// more between two.
+// Two threads pass K KiB (256) to each other in four buffers, like the slots of
+// backend/host_pipeline.h: one copies into a buffer, the other out of it, in turns, with ordinary
+// or with non-temporal stores. Printed are medians of N (400) rounds, in GB/s. The round trip of a
+// cache line between the threads shows where they ran: about 60 ns within one last-level cache, 300
+// or more between two.
 
 #include <algorithm>
 #include <atomic>
@@ -24,7 +24,7 @@ namespace {
 
 using namespace hororing;
 
-// Turn by turn: even numbers are the first thread's, odd ones the second's.
+// The threads take turns: even numbers are those of the first thread, odd ones of the second.
 class Ball {
  public:
   void Await(size_t turn) const {

@@ -1,21 +1,21 @@
-"""What stragglers cost under synchronous, local and hierarchical SGD: predicted, and measured.
+"""The cost of stragglers in synchronous, local and hierarchical SGD: predicted and measured.
 
     python benchmarks/stragglers.py simulate            # half a minute; 64, 128 and 256 ranks
     mpirun -np 4 python benchmarks/stragglers.py measure
     mpirun -np 8 python benchmarks/stragglers.py measure
-    python benchmarks/stragglers.py show                # Markdown and plots of these
+    python benchmarks/stragglers.py show                # Markdown and plots of the results
 
-Simulated: ranks that work for 55 ms and sometimes 1 s longer, and wait for one another whenever
-they average (hororing/toolkit/stragglers/simulator.py); averaging costs a ring of 45 MB between
-hosts of 4 ranks at 32 Gbit/s. The published ranges beside it are those of PyTorch's article on
-hierarchical SGD (Meta and Cruise); it does not tell how its stragglers were made or which periods
-belong to which number, so ours are a bracket, not a reproduction.
+Simulated: ranks work for 55 ms, sometimes for 1 s longer, and wait for one another when they
+average (hororing/toolkit/stragglers/simulator.py). Averaging costs a ring of 45 MB between hosts of
+4 ranks at 32 Gbit/s. The published ranges are those of PyTorch's article on hierarchical SGD (Meta
+and Cruise). It does not describe its stragglers, or which periods belong to which number, so our
+figures are a bracket, not a reproduction.
 
-Measured: real processes whose work is to sleep 20 ms and, with probability 10 %, 200 ms more (a
-sleep needs no core, so 8 ranks are honest on 2 cores), and which then make a step of
-toolkit.torch.optim's HierarchicalSGD on 1 MiB of weights. "Synchronous" averages them after every
-step. Ways of averaging take turns, on the same draws. "Ideal" is the simulator's time for exactly
-those draws, with steps and averages that cost nothing.
+Measured: real processes sleep 20 ms and, with probability 10 %, another 200 ms (a sleep needs no
+core, so 2 cores are enough for 8 ranks). Then they make a step of toolkit.torch.optim's
+HierarchicalSGD on 1 MiB of weights. "Synchronous" averages the weights after every step. The plans
+take turns on the same random delays. "Ideal" is the simulator's time for the same delays, with
+steps and averages that cost nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SPAN = "{:.2f}-{:.2f}"
 
 
 class Plan(NamedTuple):
-    """A way of averaging: levels {period: ranks in a group}, and who averages gradients."""
+    """How ranks average: levels {period: ranks in a group}, and ranks that average gradients."""
 
     levels: Mapping[int, int]
     gradient_group: int = 1
@@ -58,7 +58,7 @@ CASES = {  # ranks, and the probability of a delay
 
 
 def plans(ranks: int, gradient_group: int) -> dict[str, Plan]:
-    """What is compared with synchronous training."""
+    """Return the plans that are compared with synchronous training."""
     levels = {
         "local SGD 2": {2: ranks},
         "HSGD {2: 16, 8: all}": {2: 16, 8: ranks},
@@ -74,7 +74,7 @@ def cost_of_averaging(group: int) -> float:
 
 
 def speed_ups(ranks: int, delays: Callable[[int], np.ndarray], seeds: int) -> list[dict[str, Any]]:
-    """Per plan, over synchronous training: the mean and the range over seeds."""
+    """Return each plan's speed-up over synchronous training: mean and range over seeds."""
     found: dict[tuple[str, bool], list[float]] = {}
     for seed in range(seeds):
         durations = STEP_S + delays(seed)
@@ -144,7 +144,7 @@ def measured_plans(size: int) -> dict[str, Plan]:
 
 
 def measure(steps: int, rounds: int, work_s: float) -> dict[str, Any] | None:
-    """Run every plan on the same draws; rank 0 gets the result."""
+    """Run every plan on the same delays; rank 0 gets the result."""
     import torch
 
     import hororing.torch as hvd
@@ -218,13 +218,12 @@ def measure(steps: int, rounds: int, work_s: float) -> dict[str, Any] | None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a part."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=["simulate", "measure", "show"])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--quick", action="store_true", help="only see that it runs")
+    parser.add_argument("--quick", action="store_true", help="smoke test")
     parser.add_argument("--rounds", type=int, default=2, help="of other draws, when measuring")
     chosen = parser.parse_args(arguments)
     if chosen.part == "show":

@@ -1,4 +1,4 @@
-"""Tables and plots of what benchmarks/stragglers.py has written."""
+"""Tables and plots of the results of benchmarks/stragglers.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Report = dict[str, Any]
 
 
 def predicted_table(report: Report) -> list[str]:
-    """Speed-ups over synchronous training, published ones beside."""
+    """Return a table of speed-ups over synchronous training, with the published ones."""
     rows = report["rows"]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     names = list(dict.fromkeys(row["who"] for row in rows))
@@ -39,7 +39,7 @@ def predicted_table(report: Report) -> list[str]:
 
 
 def measured_table(report: Report) -> list[str]:
-    """Milliseconds per step, beside the ideal."""
+    """Return a table of the time per step and the ideal, in ms."""
     lines = [
         "| stragglers | averaging | ms per step | ideal | worst of ideal | speed-up | ideal |",
         "|---|---|---:|---:|---:|---:|---:|",
@@ -53,7 +53,7 @@ def measured_table(report: Report) -> list[str]:
 
 
 def plot_predicted(report: Report, path: Path) -> None:
-    """Bars of the three sizes, with the published ranges as bands."""
+    """Plot bars for the three sizes, and the published ranges as bands."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -95,7 +95,7 @@ def plot_predicted(report: Report, path: Path) -> None:
 
 
 def plot_measured(reports: list[Report], path: Path) -> None:
-    """Milliseconds per step of real processes, and the ideal of the same draws."""
+    """Plot the time per step of real processes, and the ideal for the same delays."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,10 +1,10 @@
 """Pictures of a timeline: two training steps of three ranks, in the second of which rank 1 is late.
 
     hororun -np 3 python benchmarks/timeline_plot.py --record    # results/timeline.json
-    python benchmarks/timeline_plot.py                           # docs/timeline*.png of it
+    python benchmarks/timeline_plot.py                           # docs/timeline*.png
 
-timeline.png is drawn here, and has the second step; timeline-viewer.png is what Chrome's trace
-viewer shows (chrome://tracing; tests/python/timeline_viewer.py finds its parts).
+timeline.png is drawn here and shows the second step. timeline-viewer.png is a picture of Chrome's
+trace viewer (chrome://tracing; tests/python/timeline_viewer.py finds its parts).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Span = tuple[str, float, float, str]  # stage, begin and length in ms, tensor
 
 
 def record(timeline: Path) -> None:
-    """Four steps of a small network with six layers of 4 MiB; the timeline has the last two."""
+    """Train a small network with six layers of 4 MiB for four steps; record the last two."""
     torch.set_num_threads(1)
     layers = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(6)]
     model = torch.nn.Sequential(*layers)
@@ -57,7 +57,7 @@ def record(timeline: Path) -> None:
 
 
 def spans(events: list[dict[str, Any]], pid: int) -> list[Span]:
-    """Those of one rank, by begin."""
+    """Return the spans of one rank, ordered by begin."""
     found, begun = [], {}
     for event in events:
         if event["pid"] != pid or event["ph"] not in "Xbe":
@@ -75,9 +75,9 @@ def spans(events: list[dict[str, Any]], pid: int) -> list[Span]:
 
 
 def draw(events: list[dict[str, Any]], picture: Path) -> None:
-    """A panel per rank: hooks, what waits for the other rank, and allreduces."""
+    """Draw a panel per rank: hooks, waits for the other ranks, and allreduces."""
     pids = sorted({event["pid"] for event in events})
-    # The second step begins with the second hook of the last layer, on the first rank to have it.
+    # The second step begins with the second hook of the last layer, on the first rank that runs it.
     last = "layer5.weight"
     hooks = [[x for x in spans(events, pid) if x[0] == "HOOK" and last in x[3]] for pid in pids]
     first = min(found[-1][1] for found in hooks) - 1

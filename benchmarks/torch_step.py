@@ -1,18 +1,18 @@
-"""What a training step of PyTorch costs over one without communication, on one host.
+"""The overhead of communication in a PyTorch training step, on one host.
 
     mpirun -np 2 python benchmarks/torch_step.py
     mpirun -np 2 python benchmarks/torch_step.py --ways hororing weighted
 
-    plain          no communication: what the others take more than this is their overhead
-    hororing       DistributedOptimizer, as it comes
+    plain          no communication: the baseline
+    hororing       DistributedOptimizer with its defaults
     DDP            DistributedDataParallel with gloo
-    DDP's views    with gradient_as_bucket_view=True
-    Horovod        its DistributedOptimizer, with its cycle of 1 ms and with one of 0.1 ms
+    DDP's views    the same with gradient_as_bucket_view=True
+    Horovod        Horovod's DistributedOptimizer, with a cycle of 1 ms and of 0.1 ms
     MPI, each      one blocking MPI_Allreduce per gradient after backward, and the division
-    weighted       hororing, where each rank has a new weight in each step (with --ways alone)
+    weighted       hororing with new weights of the ranks in each step (only with --ways)
 
-On the same model, batches and processes, one thread of compute per rank. The overhead of a way is
-the median over rounds of the difference to plain's series of the same round.
+All use the same model and batches, in the same processes, with one thread of compute per rank. The
+overhead is the median, over rounds, of the difference to plain's series of the same round.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def convolutional() -> tuple[nn.Module, tuple[int, ...]]:
     return nn.Sequential(*layers), (3, 32, 32)
 
 
-# Name: the model, and steps in a series.
+# Name: the model, and the number of steps in a series.
 MODELS = {"200 layers": (layers_200, 5), "convolutional": (convolutional, 2)}
 
 
@@ -68,7 +68,7 @@ def training(
     make: Callable[[], tuple[nn.Module, tuple[int, ...]]],
     horovod: horovod_peer.Horovod | None,
 ) -> Callable[[], None]:
-    """A function that takes one step of a fresh model."""
+    """Return a function that runs one step of a fresh model."""
     torch.manual_seed(1)
     model, shape = make()
     parameters = list(model.parameters())

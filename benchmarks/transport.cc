@@ -1,10 +1,10 @@
-// What the transports cost, between ranks 0 and 1:
+// The cost of the transports between ranks 0 and 1:
 //
 //   mpirun -np 2 build/bench_transport build/libhororing_mpi_openmpi.so
 //
-// prints per transport the one-way latency of 8 bytes on the data and on the control plane (half a
-// round trip: median, 99th percentile), the bandwidth of a stream of 64 MiB messages, and the
-// processor time that an idle Sleep takes.
+// Prints for each transport the one-way latency of 8 bytes on the data and on the control plane
+// (half a round trip: median, 99th percentile), the bandwidth of a stream of 64 MiB messages, and
+// the processor time of an idle Sleep.
 #include <time.h>
 
 #include <algorithm>

@@ -1,13 +1,13 @@
-"""Contestants take turns: the one way in which everything here is timed.
+"""The timing of the benchmarks: contestants take turns.
 
-All contestants of a measure run in the same processes on the same memory. They take turns, in
-random order, with short series of calls, so that what else the machine does hits all of them
-alike. A series begins on all ranks at one instant of their common clock, after a call that does
-not count; before it they sleep, since a barrier that spins would take the cores away from those
-who work in threads. A call's time is that of its series by the series' length, on the slowest
-rank. Only ratios mean anything on a shared machine.
+All contestants of a measure run in the same processes on the same memory. They take turns in random
+order, with short series of calls, so that other load on the machine affects all of them alike. A
+series begins on all ranks at one instant of their common clock, after a warm-up call. Before that
+they sleep: a barrier that spins would take cores from contestants with threads. The time of a call
+is that of its series over the number of calls, on the slowest rank. On a shared machine, only
+ratios are meaningful.
 
-Knows MPI, for the ranks' common clock, and nothing of what it times.
+Uses MPI for the common start, and knows nothing about what it times.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Around = Mapping[Name, Callable[[], AbstractContextManager[object]]]
 
 
 def start_together(warm: Way) -> float:
-    """Wait, asleep, for all ranks; return at the same instant everywhere, with warm caches."""
+    """Sleep until all ranks are here; return at one instant on all of them, with warm caches."""
     everybody = MPI.COMM_WORLD.Ibarrier()
     while not everybody.Test():
         time.sleep(20e-6)
@@ -49,9 +49,9 @@ def take_turns(
 ) -> dict[Name, np.ndarray]:
     """Time `ways`; return the seconds per call of every series, on the slowest rank.
 
-    `calls` make a series, `seconds` is the time for each way; `rounds` bounds how many series fit
-    it. The first round warms up, and says how many will fit. What is `around` a way's turn, and is
-    not timed, begins before it and ends after it.
+    A series has `calls` calls. Each way gets `seconds` in all, but at least rounds[0] and at most
+    rounds[1] series. The first round is a warm-up and estimates how many fit. A way's `around` is
+    entered before each of its turns and left after it, outside the timed part.
     """
     times: dict[Name, list[float]] = {name: [] for name in ways}
     done, count = -1, 1
@@ -79,6 +79,6 @@ def take_turns(
 
 
 def summary(seconds: np.ndarray) -> dict[str, float]:
-    """Median and spread of a way's series, in microseconds per call."""
+    """Return median and spread of a way's series, in microseconds per call."""
     low, median, high = np.percentile(seconds * 1e6, (10, 50, 90))
     return {"median_us": median, "p10_us": low, "p90_us": high, "series": len(seconds)}

@@ -2,17 +2,15 @@
 
     $ make walk
 
-The core is built into build/walk without optimisation and with -finstrument-functions, and a small
-library that is preloaded notes every function that it enters. Python's functions come from
-`sys.setprofile`. Traced is the last backward pass of some steps of a model with one parameter, on
-rank 0, from before `backward()` until it returns. Which thread runs the loop depends on chance: of
-several traces, the page shows the one with the median number of functions. Needs Open MPI and
-Python 3.11.
+The core is built into build/walk without optimization and with -finstrument-functions; a preloaded
+library records every function that it enters. Python's functions come from `sys.setprofile`. The
+trace covers the last backward pass of a few steps of a model with one parameter, on rank 0, from
+the call of `backward()` to its return. Which thread runs the loop varies: the page shows the trace
+with the median number of functions. Needs Open MPI and Python 3.11.
 
-Left out are functions of headers, constructors and destructors, functions without a name, and what
-has no part in the decisions about a gradient: csrc/base (status, clock, kernels), csrc/trace
-(timeline), csrc/transport (bytes between ranks) and the codec of messages. What a waiting thread
-does again and again counts once.
+The page omits functions of headers, constructors and destructors, unnamed functions, and code that
+makes no decisions about a gradient: csrc/base (status, clock, kernels), csrc/trace (timeline),
+csrc/transport (bytes between ranks) and the message codec. Repeated calls count once.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ STEPS = 12
 TRACES = 3
 WORLDS = {"one host, 2 ranks": "a,a", "two hosts of 2 ranks": "a,a,b,b"}
 
-# Notes pairs of thread and address while it is on.
+# Records pairs of thread and address while it is on.
 SHIM = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -81,7 +79,7 @@ void walk_write(const char *path) {
 
 
 def trace(path: str) -> None:
-    """Train a parameter, and write what its last backward pass entered to `path`, on rank 0."""
+    """Train a parameter; rank 0 writes the functions of the last backward pass to `path`."""
     import torch
 
     import hororing.torch as hvd
@@ -92,7 +90,7 @@ def trace(path: str) -> None:
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         file = frame.f_code.co_filename
-        unnamed = frame.f_code.co_name.startswith("<")  # a comprehension, say
+        unnamed = frame.f_code.co_name.startswith("<")  # a comprehension, for example
         if event == "call" and file.startswith(package) and not unnamed:
             where = file.removeprefix(str(Path(package).parent) + "/"), frame.f_code.co_qualname
             shim.walk_mark(ctypes.c_void_p(names.setdefault(where, len(names) + 1)))
@@ -114,7 +112,7 @@ def trace(path: str) -> None:
             shim.walk_switch(0)
             sys.setprofile(None)
         if step == STEPS - 1 and not traced:
-            time.sleep(1)  # so that rank 0 gets no report of the barrier while it is traced
+            time.sleep(1)  # rank 0 must get no report of the barrier while it is traced
         hvd.barrier()  # else another rank may end the job while this one is traced
         optimizer.step()
     if hvd.rank() == 0:
@@ -125,15 +123,15 @@ def trace(path: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# What it entered
+# Its trace
 
 
 class Function(tuple[str, str]):
-    """A file below the root, and a name."""
+    """A file below the root, and the name of a function."""
 
 
 def functions(path: Path) -> dict[int, list[Function]]:
-    """Return the functions that each thread entered, each once, in the order of the first time."""
+    """Return the functions that each thread entered, in the order of their first calls."""
     names = {}
     for line in Path(f"{path}.names").read_text().splitlines():
         number, file, name = line.split(" ", 2)
@@ -151,7 +149,7 @@ def functions(path: Path) -> dict[int, list[Function]]:
 
 
 def resolve(library: str, raw: Iterable[list[str]]) -> dict[int, Function]:
-    """Return what lies at the places of a library that count."""
+    """Return the functions at these addresses of a library, without those that are omitted."""
     places = sorted({int(row[2], 16) for row in raw if row[1] == library})
     text = subprocess.run(
         ["addr2line", "-f", "-C", "-e", library, *map(hex, places)],
@@ -170,7 +168,7 @@ def resolve(library: str, raw: Iterable[list[str]]) -> dict[int, Function]:
 
 
 def plain(name: str) -> str:
-    """Return a name without namespaces of ours, arguments and results."""
+    """Return a name without our namespaces, arguments and results."""
     name = re.sub(r"\(anonymous namespace\)::|hororing::|\[abi:cxx11\]", "", name)
     while (shorter := re.sub(r"<[^<>]*>", "", name)) != name:
         name = shorter
