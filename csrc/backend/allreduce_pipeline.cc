@@ -1,13 +1,13 @@
 // A block of three ranks of one host; each row is a slot (a, b, c: the inputs of ranks 0, 1, 2):
 //
 //             slice 0   slice 1   slice 2
-//   slot 0   [       | PACK a1 | PACK a2 ]      after PACK: what the others need of rank r
+//   slot 0   [       | PACK a1 | PACK a2 ]      after PACK: slot r has the slices of the others
 //   slot 1   [ b0    |         |      b2 ]
 //   slot 2   [ c0    |      c1 |         ]
 //
-//   slot 0   [ sum 0 |    a1   |    a2   ]      after REDUCE: rank r has put the sum of slice r
-//   slot 1   [ b0    |  sum 1  |    b2   ]      where nobody needed its input; its own input
-//   slot 2   [ c0    |    c1   |  sum 2  ]      it has read from the tensor itself
+//   slot 0   [ sum 0 |    a1   |    a2   ]      after REDUCE: rank r has written the sum of slice r
+//   slot 1   [ b0    |  sum 1  |    b2   ]      to its slot; it has read its own input from the
+//   slot 2   [ c0    |    c1   |  sum 2  ]      tensor
 //
 // UNPACK copies the sums of the others' slices to the tensor; the sum of this rank's slice was
 // written there directly. Per rank and block of S bytes: PACK reads and writes (N-1)/N * S, REDUCE
@@ -141,7 +141,7 @@ class AllreducePipeline final : public HostPipeline {
   }
 
   // Calls visit(place, at, bytes, sources) for pieces of tensors in `range`: as small as the
-  // first-level cache, so that the result is still there for its next use.
+  // first-level cache, so that the result is still in the cache for its next use.
   template <typename Visit>
   void ForEachSum(const Range& block, const Range& range, Visit visit) {
     plan_.ForEachPiece(range, [&](const Place& place, size_t at, size_t bytes) {
@@ -156,7 +156,7 @@ class AllreducePipeline final : public HostPipeline {
     });
   }
 
-  // Not inline: it keeps the code for one host short, which is a few percent of a sum of 4 bytes.
+  // Not inline: this keeps the code for one host short, which saves a few percent of a 4-byte sum.
   [[gnu::noinline]] void SumForExchange(const Range& block, const Range& own) {
     std::byte* sums = exchange_->Partial();
     size_t filled = own.begin;  // gaps between tensors are padding, which is sent, too

@@ -67,7 +67,7 @@ Status HostBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
     case Collective::kRemoveProcessSet: break;
   }
   return Status(Code::kInternal,
-                std::string(Name(batch.kind)) + " is nothing for a backend to run");
+                std::string(Name(batch.kind)) + " is not an operation of backends");
 }
 
 // Moves a tensor to its output, where it is reduced.

@@ -27,7 +27,7 @@ size_t SharedMemoryBackend::MaxChannels() const {
   return most;
 }
 
-// Where there are very many ranks, pieces would be too small to pay.
+// With very many ranks, pieces would be too small to be worthwhile.
 bool SharedMemoryBackend::Fits(Collective kind) const {
   if (kind == Collective::kAllgather) {
     return set_.geometry.capacity / MaxChannels() >= ChannelPlan::kMinBytes;

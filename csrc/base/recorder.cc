@@ -38,16 +38,16 @@ std::atomic<File*> opened{nullptr};
 int file = -1, signal_number = 0;
 struct sigaction writes_stack;
 
-// In the main thread, wherever it is.
+// Runs in the main thread, between any two instructions.
 void OnStackSignal(int number) {
   const int error = errno;
-  if (syscall(SYS_gettid) != getpid()) {  // from another process it may hit any thread
+  if (syscall(SYS_gettid) != getpid()) {  // a signal from another process may reach any thread
     syscall(SYS_tgkill, getpid(), getpid(), number);
     errno = error;
     return;
   }
   File* const to = opened.load();
-  // Ignores the result: the file is open for appending.
+  // The handler appends to the file.
   if (ftruncate(file, sizeof(File)) == 0) writes_stack.sa_handler(number);
   ++to->stacks;
   syscall(SYS_futex, &to->stacks, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
@@ -58,7 +58,7 @@ std::string StackOfMainThread(File* from, TimeNs patience) {
   struct sigaction now;
   if (signal_number == 0 || sigaction(signal_number, nullptr, &now) != 0 ||
       now.sa_handler != OnStackSignal) {
-    return "its stack is not known (HORORING_STACK_SIGNAL is 0, or a signal of the script's)";
+    return "its stack is not known (HORORING_STACK_SIGNAL is 0, or the script uses that signal)";
   }
   const uint32_t before = from->stacks.load();
   const TimeNs deadline = After(NowNs(), patience);

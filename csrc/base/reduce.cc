@@ -27,12 +27,12 @@ bool HasF16c() {
 }
 #endif
 
-// Those whose instructions the processor has, best first.
+// The kernels that the processor supports, best first.
 std::vector<const KernelTable*> FindKernels() {
   std::vector<const KernelTable*> tables;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  // -mfma is among the flags of both files.
+  // Both files are compiled with -mfma, too.
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && HasF16c();
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
@@ -79,7 +79,7 @@ Arithmetic ArithmeticOf(ReduceOp op) {
   return Arithmetic::kSum;
 }
 
-// `divisor` where the spec has one.
+// The divisor of an average; 1 for other operations.
 double DivisorOf(const ReduceSpec& spec, int divisor) {
   if (spec.op != ReduceOp::kAverage) return 1;
   return spec.weights != nullptr ? spec.weights->back() : divisor;
@@ -91,7 +91,7 @@ void Reduce(DataType dtype, Arithmetic arithmetic, const Factors& factors, void*
                                                                              sources, count, n);
 }
 
-// Only of sources with a weight: 0 times infinity would be NaN.
+// Skips sources of weight 0, because 0 times infinity would be NaN.
 void ReduceWeighted(const ReduceSpec& spec, Factors factors, void* result,
                     const void* const* sources, int count, size_t n, const int* ranks) {
   thread_local std::vector<const void*> from;
@@ -110,7 +110,7 @@ void ReduceWeighted(const ReduceSpec& spec, Factors factors, void* result,
          n);
 }
 
-// The type and the operation of partial results that are combined by the common kernels.
+// The type of partial results that the common kernels combine.
 DataType PartialType(const ReduceSpec& spec) {
   return IsShortFloat(spec.dtype) ? DataType::kFloat32 : spec.dtype;
 }

@@ -11,7 +11,7 @@ namespace {
 __extension__ typedef __int128 Int128;
 __extension__ typedef unsigned __int128 Uint128;
 
-// Converted at a time: a tile of the widest accumulator fills half of a first-level cache.
+// Elements per tile: a tile of the widest accumulator fills half of a first-level cache.
 constexpr size_t kTile = 1024;
 
 // Rounds toward zero; saturates at the limits of T; NaN becomes 0.
@@ -19,7 +19,7 @@ template <typename T>
 T Truncate(double value) {
   using Limits = std::numeric_limits<T>;
   constexpr double kLowest = static_cast<double>(Limits::lowest());
-  // 2^bits: exact, as the greatest int64 is not.
+  // max + 1, a power of two: exact as a double, unlike the largest int64.
   constexpr double kBeyond = 2.0 * static_cast<double>(Limits::max() / 2 + 1);
   if (value != value) return 0;
   if (value <= kLowest) return Limits::lowest();

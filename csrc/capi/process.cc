@@ -34,8 +34,8 @@ struct Process {
   std::shared_ptr<Engine> engine;           // GUARDED_BY(mutex)
   std::shared_ptr<Engine> starting;         // from hr_init to hr_init_wait; GUARDED_BY(mutex)
   int64_t generation = 0;                   // of the latest engine; GUARDED_BY(mutex)
-  bool abandoned = false;                   // a former engine was; GUARDED_BY(mutex)
-  std::string ended_by;                     // a former engine; GUARDED_BY(mutex)
+  bool abandoned = false;                   // whether a former engine was; GUARDED_BY(mutex)
+  std::string ended_by;                     // why a former engine ended; GUARDED_BY(mutex)
   std::shared_ptr<AskingBootstrap> asking;  // of the engine that starts; GUARDED_BY(mutex)
   std::shared_ptr<HandleTable> handles = std::make_shared<HandleTable>();
 };
@@ -289,7 +289,7 @@ HR_EXPORT int hr_shutdown(const char* reason, double timeout_s) {
 
 HR_EXPORT int hr_abort(const char* reason) {
   return EndEngine(reason, [&](Engine& engine) {
-    // While it starts, it may be inside MPI_Init for a long time.
+    // A starting engine may be inside MPI_Init for a long time.
     const bool starting = engine.state() == Engine::State::kStarting;
     return engine.Abort(Text(reason), starting ? kSecond / 2 : kAbortTime);
   });

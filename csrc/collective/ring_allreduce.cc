@@ -94,7 +94,7 @@ class Ring {
  private:
   std::byte* Slot(size_t number) { return scratch_ + number % kAhead * segment_; }
 
-  // So many of all, as far as their places are free.
+  // Posts the first `target` receives, or as many as have free places.
   void PostReceives(size_t target) {
     while (receives_.added() < target) {
       if (next_to_post_.span.size == 0 && !to_post_.Next(&next_to_post_)) return;
@@ -139,7 +139,7 @@ class Ring {
   const int size_, next_, previous_;
   int step_ = 0;
   RingSchedule to_post_;
-  RingSchedule::Place next_to_post_;  // taken from it, or empty
+  RingSchedule::Place next_to_post_;  // taken from to_post_, or empty
   Inflight receives_, sends_;
 };
 

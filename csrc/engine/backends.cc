@@ -20,7 +20,7 @@ Status CheckBackends(const BackendOptions& options, const World& world) {
   if (options.allreduce.reproducible && algorithm != Algorithm::kAuto) {
     return Status(Code::kInvalidArgument,
                   setting +
-                      " cannot be had with HORORING_REPRODUCIBLE=1, which sums in the order of "
+                      " is not possible with HORORING_REPRODUCIBLE=1, which sums in the order of "
                       "ranks; leave out one of them");
   }
   const bool phases = algorithm == Algorithm::kThreePhase;
@@ -29,7 +29,7 @@ Status CheckBackends(const BackendOptions& options, const World& world) {
   if (phases && neighbours && (world.local == nullptr || name == "host")) {
     return Status(Code::kInvalidArgument,
                   setting + " needs memory that the ranks of a host share, which " +
-                      (name == "host" ? "backend host does without" : "there is not") +
+                      (name == "host" ? "backend host does not use" : "they do not have") +
                       "; use auto or ring");
   }
   return Status::Ok();
@@ -50,7 +50,7 @@ std::vector<std::unique_ptr<Backend>> MakeBackends(const BackendOptions& options
   }
   backends.push_back(
       std::make_unique<HostBackend>(transport, options.allreduce, group.group_ranks_on));
-  // It uses the host's backends, and looks for no device before its first batch.
+  // CudaBackend uses the host's backends, and looks for a device only at its first batch.
   std::vector<Backend*> host;
   for (const auto& backend : backends) host.push_back(backend.get());
   backends.push_back(std::make_unique<CudaBackend>(transport, options.cuda, std::move(host)));

@@ -80,7 +80,7 @@ FusionItem Describe(const TensorEntry& entry, size_t index, const std::vector<in
   return described;
 }
 
-// REQUIRES: a weighted average. The two factors may as well be one.
+// REQUIRES: a weighted average. Combines the two factors, so that prescale can hold the weight.
 void SetWeights(const Work& work, int rank, ReduceSpec* reduce) {
   reduce->postscale *= reduce->prescale;
   reduce->prescale = (*work.weights)[static_cast<size_t>(rank)];

@@ -23,7 +23,7 @@ constexpr TimeNs kCloseTime = 5 * kSecond;
 // Extra time for steps of the start that have their own time limits and better error texts.
 constexpr TimeNs kStartGrace = 2 * kSecond;
 
-// Whether a peer is silent: it may be stopped, and then it does not close its side.
+// Whether a peer is silent: a stopped process would not close its side.
 bool IsSilent(Transport& transport) {
   for (int peer = 0; peer < transport.size(); ++peer) {
     if (peer != transport.rank() && transport.Silence(peer) > kSecond) return true;
@@ -34,7 +34,7 @@ bool IsSilent(Transport& transport) {
 // Waits for the others as long as all are alive; after a stall, not for silent ranks.
 void CloseAll(World& world, bool stalled = false) {
   const TimeNs deadline = After(NowNs(), kCloseTime);
-  if (stalled) IsSilent(*world.transport);  // this asks them
+  if (stalled) IsSilent(*world.transport);  // asks the peers for signs of life
   for (Transport* transport : {world.transport.get(), world.bootstrap.get()}) {
     if (transport == nullptr) continue;
     while (!transport->Close(After(NowNs(), 50 * kMillisecond))) {

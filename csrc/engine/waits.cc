@@ -98,14 +98,14 @@ Status Engine::RunCommand(Mailbox::Command command, TimeNs timeout_ns) {
 // Runs the loop, unless another thread does or callers may not run it.
 void Engine::ProgressUntil(const std::function<bool()>& done, TimeNs deadline) {
   Mailbox& mailbox = shared_.mailbox;
-  // A device may be in use since Submit, which then has not woken the loop.
+  // A device may have come into use since Submit, which then has not woken the loop.
   if (!shared_.CallersMayProgress())
     return shared_.transport_allows_callers ? mailbox.Wake() : mailbox.RequestReport();
   std::unique_lock<std::mutex> progress(progress_mutex_, std::try_to_lock);
   if (progress.owns_lock() && loop_ != nullptr && loop_->drivable()) {
     const Loop::Handoff handoff = loop_->ProgressUntil(done, deadline);
     progress.unlock();
-    // Not earlier: until the lock is free, the thread would wake up in vain.
+    // After unlock: before, the thread would wake up in vain.
     handoff.wake ? mailbox.Wake() : mailbox.WakeIfAny(handoff.epoch);
   } else {
     if (progress.owns_lock()) progress.unlock();

@@ -8,17 +8,17 @@ namespace {
 // NumPy's array interface:
 // https://numpy.org/doc/stable/reference/arrays.interface.html
 struct ArrayInterface {
-  int two;  // always: whether it is one
+  int two;  // always 2: identifies the struct
   int ndim;
   char kind;
   int item_bytes;
   int flags;
-  intptr_t* shape;  // the capsule's
+  intptr_t* shape;  // owned by the capsule
   intptr_t* strides;
   void* data;
   PyObject* description;
 };
-// In C order, aligned, in this machine's byte order, and writeable.
+// C order, aligned, native byte order, writeable.
 constexpr int kArrayFlags = 0x1 | 0x100 | 0x200 | 0x400;
 
 // False if the core has no such type.

@@ -39,13 +39,13 @@ struct Gradient {
   PyObject* param;                  // from the hook until its gradient is sent; else None
   PyObject* keep;                   // the tensor that the request reduces now; else None
   unsigned long long address;       // of the hr_request, which the owner keeps; 0: none
-  long long handle;                 // of what is in flight; 0: nothing is
+  long long handle;                 // of the request in flight; 0: none
   long long weight;                 // its share of Queue::bytes_left
   int state;
-  char simple;  // the request takes the tensor unchanged, if it is plain: in host memory
+  char simple;  // the request takes the tensor unchanged if it is plain, in host memory
 };
 
-PyTypeObject *queue_type, *gradient_type;  // of the process, as its engine is
+PyTypeObject *queue_type, *gradient_type;  // one per process, as the engine
 PyObject *may_send_name, *send_queued_name, *weight_name, *grad_name, *send_alone_name,
     *failure_name;
 
@@ -217,7 +217,7 @@ int Finish(PyObject* param, Gradient* gradient, State next) {
 
 const char* const kFinishText =
     "finish_gradients(entries, state)\n\n"
-    "Put what has been reduced of entries (param, gradient) into `state`. Return the other ones.";
+    "Set `state` on the entries (param, gradient) that are reduced. Return the others.";
 
 PyObject* FinishGradients(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 2 || !PyList_Check(arguments[0])) {

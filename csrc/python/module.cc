@@ -67,8 +67,8 @@ PyObject* Answer(int plain) {
 
 const char* const kAllreduceText =
     "allreduce(tensor, output, keep, name, process_set, op, prescale, postscale, blocking)\n\n"
-    "Submit an allreduce. Return its handle, the core's code negated, or None: not that simple. "
-    "With blocking it may be done; then `keep` is returned, as by finish(handle).";
+    "Submit an allreduce. Return its handle, the core's code negated, or None if Python must do it. "
+    "A blocking one may be complete: then return `keep`, as finish(handle) does.";
 
 PyObject* Allreduce(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   if (Arguments(count, 9) != 0) return nullptr;
@@ -90,7 +90,7 @@ PyObject* Allreduce(PyObject* self, PyObject* const* arguments, Py_ssize_t count
 
 const char* const kGroupedText =
     "grouped_allreduce(tensors, name, process_set, op, prescale, postscale, blocking)\n\n"
-    "Do as allreduce, in place, with a tuple of tensors, which is the result.";
+    "The same as allreduce, in place, for a tuple of tensors, which is also the result.";
 
 PyObject* GroupedAllreduce(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   if (Arguments(count, 7) != 0) return nullptr;
@@ -110,8 +110,8 @@ PyObject* GroupedAllreduce(PyObject* self, PyObject* const* arguments, Py_ssize_
 
 const char* const kFinishText =
     "finish(handle)\n\n"
-    "Wait for a handle and forget it; return what was kept for it. None: it is unknown, has failed "
-    "or must be finished in another way, and was not forgotten.";
+    "Wait for a handle, forget it, and return the object kept for it. Return None, and do not "
+    "forget it, if it is unknown, has failed, or must be finished in another way.";
 
 PyObject* FinishHandle(PyObject* self, PyObject* handle) {
   return Finish(*reinterpret_cast<PlainTensors*>(self)->table, handle);

@@ -52,7 +52,7 @@ void Register(const Operation& operation, TfStatus* status) {
   for (auto spec = operation.outputs; *spec != nullptr; ++spec) {
     api.OpDefinitionBuilderAddOutput(definition, *spec);
   }
-  // Calling it with false makes an operation stateful, too.
+  // Even a call with false makes an operation stateful.
   if (operation.stateful) api.OpDefinitionBuilderSetIsStateful(definition, true);
   api.OpDefinitionBuilderSetShapeInferenceFunction(definition, LeaveShapesUnknown);
   api.RegisterOpDefinition(definition, status->get());

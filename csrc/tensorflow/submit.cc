@@ -21,7 +21,7 @@ constexpr int kFirstTensor = 4;
 struct Submit {
   int64_t collective, process_set, op, root;
   int64_t has_splits, blocking;
-  int64_t awaits_abandoned;  // an earlier request of this name; not in eager mode: Ctrl-C
+  int64_t awaits_abandoned;  // finishes abandoned requests of this name; not in eager mode: Ctrl-C
 
   bool preallocates() const { return collective != HR_ALLGATHER && collective != HR_ALLTOALL; }
 };

@@ -24,7 +24,7 @@ void FreeResult(void* data, size_t, void*) { hr_free(reinterpret_cast<uintptr_t>
 // One execution of a node.
 class Execution {
  public:
-  // `done`: to be called when it is over; may be empty.
+  // `done`: called at the end; may be empty.
   Execution(TF_OpKernelContext* context, std::function<void()> done)
       : context_(context), done_(std::move(done)) {
     for (int i = 0; status_.ok() && i < api.NumInputs(context_); ++i) {
@@ -121,7 +121,7 @@ class Execution {
   std::vector<int64_t> handles_;
   std::vector<int64_t> pending_;  // those not known to be complete
   TfStatus status_;
-  std::optional<Failure> failure_;  // of the core, the first one
+  std::optional<Failure> failure_;  // the core's first failure
   int next_ = 0;                    // output
 };
 
@@ -139,7 +139,7 @@ Waiting& waiting() {
 }
 
 void Watch() {
-  constexpr double kCheckInterval = 0.5;  // seconds, after which hr_poll looks after the engine
+  constexpr double kCheckInterval = 0.5;  // seconds between calls of hr_poll
   pthread_setname_np(pthread_self(), "hororing-tf");
   for (int64_t seen = -1;;) {
     std::vector<std::unique_ptr<Execution>> complete, rest;

@@ -222,7 +222,7 @@ Status MakeWorld(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadl
     std::string hosts;
     for (const std::string& host : topology.hosts) hosts += (hosts.empty() ? "" : ", ") + host;
     return Status(Code::kInvalidArgument,
-                  "HORORING_TRANSPORT=shm, but the ranks do not share memory, they are on: " +
+                  "HORORING_TRANSPORT=shm, but the ranks do not share memory; they are on: " +
                       hosts + "; use auto, tcp or mpi");
   }
   bool by_mpi = over_mpi != nullptr && wish == "auto";  // on one host, without shared memory

@@ -9,12 +9,12 @@
 namespace hororing {
 namespace {
 
-// How long a rank waits for the others: as long as the same sum takes by messages, so that a failed
-// attempt at most doubles the time. It allows for thread switches if ranks share cores.
+// How long a rank waits for the others: about the time of the same sum by messages, so that a
+// failed attempt at most doubles the time. It allows for thread switches if ranks share cores.
 constexpr TimeNs kMaxWait = 40 * kMicrosecond;
 // Peers in step arrive within this many polls, before reading the clock would pay.
 constexpr int kFirstPolls = 64;
-// After this many failures in a row, a rank that would be the first tries only once in kSkip times.
+// After this many failures in a row, a rank that would arrive first tries only once in kSkip calls.
 constexpr int kFailuresToSkip = 4, kSkip = 32;
 
 constexpr int kBits = OneShotExchange::kMaxRanks;

@@ -34,7 +34,7 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free &&
                   std::atomic<uint32_t>::is_always_lock_free,
               "a lock inside an atomic would be private to one process");
 
-// Of the pipes.
+// The least size of a pipe, and the budget for all control pipes.
 constexpr size_t kMinPipe = 4 << 10, kControlBudget = 8 << 20;
 
 // Halves `bytes` until `count` times as many fit into the budget, but not below `least`.
@@ -104,7 +104,7 @@ Status NoRoom(size_t bytes, int error) {
 Status Failed(const std::string& what, const std::string& name, int error) {
   return Status(Code::kTransport, "shared memory: cannot " + what + " /dev/shm" + name + ": " +
                                       std::strerror(error) +
-                                      "; HORORING_TRANSPORT=mpi does without");
+                                      "; HORORING_TRANSPORT=mpi does not need it");
 }
 
 // Maps the whole segment; null, with errno, on failure.
