@@ -1,7 +1,7 @@
 // Worlds of threads and allreduce cases with their oracle, for the tests of backends.
 //
-// The arithmetic itself is the subject of reduce_test.cc; here ReduceMany over all inputs at once
-// is the oracle of the bits that rank order gives.
+// reduce_test.cc tests the arithmetic itself; here ReduceMany over all inputs at once is the oracle
+// for the bits of a sum in rank order.
 #pragma once
 
 #include <algorithm>
@@ -26,9 +26,9 @@
 namespace hororing {
 
 using Bytes = std::vector<unsigned char>;
-constexpr TimeNs kLimit = 60 * kSecond;  // a hang is a failure, not a hanging test
+constexpr TimeNs kLimit = 60 * kSecond;  // a hang fails the test
 
-// For ranks of one host, `members` of those that `shared` connects.
+// A backend for `members`, all of one host, over `shared`.
 inline std::unique_ptr<SharedMemoryBackend> DirectBackend(ShmTransport& shared,
                                                           const Members& members,
                                                           const AllreduceOptions& options = {}) {
@@ -137,7 +137,7 @@ inline double ElementAt(DataType dtype, const unsigned char* data, size_t i) {
   }
 }
 
-// Values of moderate size: positive and negative, none that leaves a format's range.
+// Moderate values of both signs, whose sums and products stay in the type's range.
 inline void Fill(DataType dtype, unsigned char* data, size_t elements, std::mt19937& random) {
   for (size_t i = 0; i < elements; ++i) {
     const int value = static_cast<int>(random() % 4001) - 2000;
@@ -187,10 +187,10 @@ inline const auto kAllTypes = hororing_test::AllOrFew<DataType>(
      DataType::kBfloat16},
     {DataType::kFloat16, DataType::kFloat32, DataType::kInt64});
 
-// In a spec: weights of a Case's own, for the number of its ranks.
+// Marks a spec: a Case replaces it by its own weights, one per rank.
 inline const std::vector<double> kWeighted;
 
-// Every dtype and op that go together, with factors and without.
+// Every valid combination of dtype and op, with and without factors.
 inline std::vector<ReduceSpec> AllSpecs() {
   std::vector<ReduceSpec> specs;
   for (DataType dtype : kAllTypes) {
@@ -205,7 +205,7 @@ inline std::vector<ReduceSpec> AllSpecs() {
   return specs;
 }
 
-// And weighted averages.
+// AllSpecs, and weighted averages.
 inline std::vector<ReduceSpec> AllreduceSpecs() {
   std::vector<ReduceSpec> specs = AllSpecs();
   for (const ReduceSpec& spec : AllSpecs()) {
@@ -216,7 +216,7 @@ inline std::vector<ReduceSpec> AllreduceSpecs() {
   return specs;
 }
 
-// One batch as all ranks agree on it; inputs and outputs of all ranks are kept here.
+// One batch that all ranks agree on, with the inputs and outputs of all ranks.
 struct Case {
   struct Tensor {
     ReduceSpec spec;
@@ -236,7 +236,7 @@ struct Case {
 
   Case(const ReduceSpec& spec, const std::vector<size_t>& sizes, int ranks, std::mt19937& random)
       : Case(std::vector<ReduceSpec>{spec}, sizes, ranks, random) {}
-  // Each spec for every so many-th tensor.
+  // Tensors take the specs in turn.
   Case(const std::vector<ReduceSpec>& specs, const std::vector<size_t>& sizes, int ranks,
        std::mt19937& random)
       : tensors(sizes.size()) {
@@ -291,7 +291,7 @@ struct Case {
     }
   }
 
-  // What is wrong with the outputs, or "".
+  // Returns the first error in the outputs, or "".
   std::string Judge(bool exact) {
     for (size_t t = 0; t < tensors.size(); ++t) {
       Tensor& tensor = tensors[t];
@@ -325,8 +325,8 @@ struct Case {
     return "";
   }
 
-  // Another order of summation: at most N roundings of values below N * 2 (products: 2^N), in
-  // the accumulation type, and one of the result.
+  // In another order of summation, N values below N * 2 (products: 2^N) are rounded at most N times
+  // in the accumulation type, and the result once.
   static bool Close(DataType dtype, const unsigned char* a, const unsigned char* b,
                     size_t elements) {
     const double unit = dtype == DataType::kFloat64   ? 1e-14
@@ -341,8 +341,8 @@ struct Case {
   }
 };
 
-// Of five types, averages and factors among them; the last one needs twice the memory for partial
-// results, or eight times.
+// Five types, with averages and factors. Partial results take twice the memory of bfloat16, and
+// eight times that of uint8 averages.
 inline const std::vector<ReduceSpec> kMixedSpecs = {
     {DataType::kBfloat16, ReduceOp::kAverage, 1, 1},
     {DataType::kFloat32, ReduceOp::kAverage, 0.5, 3},
@@ -365,7 +365,7 @@ inline std::string Describe(const ReduceSpec& spec, const std::vector<size_t>& s
   return text;
 }
 
-// Runs the case on a backend of `world`, and fails the test with a text that says where.
+// Runs the case on a backend of `world`; a failure names the backend, the spec and the sizes.
 inline void RunCase(TestWorld& world, const std::string& backend,
                     const std::vector<ReduceSpec>& specs, const std::vector<size_t>& sizes,
                     bool exact, std::mt19937& random) {

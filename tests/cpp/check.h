@@ -2,7 +2,7 @@
 // main() (check_main.cc) runs all cases, those of one file, or those whose names contain a word.
 //
 //   ./engine_tests                       all
-//   ./engine_tests mismatch --seed 7     some, with the randomness of an earlier run
+//   ./engine_tests mismatch --seed 7     some, with the seed of an earlier run
 //   ./engine_tests --file soak_test      those of tests/cpp/engine/soak_test.cc, as ctest does
 #pragma once
 
@@ -19,22 +19,22 @@
 
 namespace hororing_test {
 
-// ThreadSanitizer takes ten times as long, and races depend on neither the types nor the numbers:
-// tests that repeat the same steps for many of them take a few under it.
+// ThreadSanitizer takes ten times as long, and races depend on neither types nor values: under it,
+// tests repeat their steps for fewer of them.
 #if defined(__SANITIZE_THREAD__)
 inline constexpr bool kFew = true;
 #else
 inline constexpr bool kFew = false;
 #endif
 
-// AddressSanitizer finds errors of memory with a world of two ranks as with four.
+// AddressSanitizer finds memory errors as well with two ranks as with four.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 inline constexpr bool kSanitized = true;
 #else
 inline constexpr bool kSanitized = false;
 #endif
 
-// `all`, or what is enough to find a race.
+// `all`; under ThreadSanitizer `few`, which are enough to find a race.
 template <typename T>
 std::vector<T> AllOrFew(std::vector<T> all, std::vector<T> few) {
   return kFew ? few : all;
@@ -62,7 +62,7 @@ inline unsigned& MutableSeed() {
   return seed;
 }
 
-// Of all randomness in a run; printed at its start.
+// The seed of all randomness in a run; printed at its start.
 inline unsigned Seed() { return MutableSeed(); }
 
 struct Registration {

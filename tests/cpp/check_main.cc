@@ -1,4 +1,4 @@
-// What every program of C++ tests is linked with.
+// The main function of all C++ test programs.
 #include "check.h"
 
 int main(int argc, char** argv) { return hororing_test::RunAll(argc, argv); }

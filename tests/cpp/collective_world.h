@@ -1,8 +1,8 @@
-// Worlds of threads on two transports, ours and the strict one of queue_transport.h, and numbers
-// with their oracle, for the tests of collectives.
+// For the tests of collectives: worlds of threads on two transports, hororing's and the strict one
+// of queue_transport.h, and numbers with their oracle.
 //
-// The numbers are such that every order of combination is exact, so that one naive oracle serves
-// all algorithms bit by bit.
+// The numbers can be combined exactly in every order, so one naive oracle gives the bits of all
+// algorithms.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,7 @@ inline const auto kOps = hororing_test::AllOrFew<ReduceOp>(
 
 inline TimeNs Soon() { return After(NowNs(), 100 * kSecond); }
 
-// Every transport is checked; rank `faulty` has a fault beneath.
+// Every transport is a CheckedTransport; that of rank `faulty` wraps a FaultyTransport.
 inline Transports MakeWorld(const std::string& kind, int size, int faulty = -1, Fault fault = {}) {
   Transports world = kind == "queue" ? QueueTransport::MakeWorld(size)
                                      : MakeInprocWorld(size, hororing_test::kDefaultSpin);
@@ -66,7 +66,7 @@ template <typename T>
 void Put(Bytes& data, size_t i, T value) {
   std::memcpy(data.data() + i * sizeof(T), &value, sizeof(T));
 }
-// Converts like a cast in numpy would: a small whole number, or (for results) any number.
+// Converts like a cast in NumPy: a small integer or, for results, any number.
 inline void Put(DataType dtype, Bytes& data, size_t i, double value) {
   const auto whole = static_cast<int64_t>(value);
   switch (dtype) {
@@ -90,7 +90,7 @@ T Get(const Bytes& data, size_t i) {
   std::memcpy(&value, data.data() + i * sizeof(T), sizeof(T));
   return value;
 }
-// Of floats.
+// REQUIRES: a float type.
 inline double Get(DataType dtype, const Bytes& data, size_t i) {
   switch (dtype) {
     case DataType::kFloat16: return static_cast<double>(HalfToFloat(Get<uint16_t>(data, i)));
@@ -103,8 +103,8 @@ inline double Get(DataType dtype, const Bytes& data, size_t i) {
 inline bool IsUnsigned(DataType dtype) {
   return dtype == DataType::kUint8 || dtype == DataType::kUint16 || dtype == DataType::kBool;
 }
-// Rank r's i-th number, small and whole: sums of eight are exact in every type, and so are
-// products, since only the factors 1, -1 and 2 occur in them.
+// Rank r's i-th number, a small integer: sums of eight are exact in every type, and so are
+// products, whose factors are 1, -1 and 2.
 inline double Number(const ReduceSpec& spec, int rank, size_t i) {
   const size_t mixed = (i * 2654435761u + static_cast<size_t>(rank) * 40503u) >> 3;
   if (spec.dtype == DataType::kBool) return mixed % 4 == 0 ? 0 : 1;
@@ -122,8 +122,8 @@ inline Bytes Input(const ReduceSpec& spec, int rank, size_t n) {
   return data;
 }
 
-// The naive way, in float64. Prescale is a whole number and postscale a power of two here, so
-// that the only rounding is the division's: of float64 for float64, else of float32 first.
+// The naive computation, in float64. Prescale is an integer and postscale a power of two, so only
+// the division rounds: in float64 for float64, otherwise first in float32.
 inline double Expected(const ReduceSpec& spec, int size, size_t i) {
   double result = 0;
   for (int r = 0; r < size; ++r) {

@@ -14,7 +14,7 @@
 
 namespace hororing_test {
 
-// A tensor on a device, and the framework's stream in which it is computed and looked at.
+// Submits tensors on a device. A stream of the framework computes and reads them.
 struct OnDevice {
   Player& player;
   void* stream = fake_gpu_stream();
@@ -35,13 +35,13 @@ struct OnDevice {
     const Status ready = Ready(entry.get());
     return ready.ok() ? player.Submit(std::move(entry), false, handle) : ready;
   }
-  // The stream computes `value` everywhere, late; submits.
+  // Submits a tensor that the stream fills with `value`, later.
   Status Start(const std::string& name, std::vector<float>& data, float value, int64_t* handle,
                ReduceOp op = ReduceOp::kSum, int32_t process_set = kWorldSet) {
     RunIn(stream, [&data, value] { data.assign(data.size(), value); });
     return Submit(Entry(name, data, op, process_set), handle);
   }
-  // When the handle is complete, has the stream wait for the results.
+  // Waits for the handle, and makes the stream wait for the results.
   Status Finish(int64_t handle) {
     Status status;
     if (player.engine->Wait(handle, kTestTimeout, &status) != HandleState::kDone) {
@@ -63,9 +63,8 @@ struct OnDevice {
   }
 };
 
-// Of three ranks. Collectives of two communicators, one of all and one of ranks 0 and 1, lie in the
-// streams behind one another, "first", "between" and "last", and the first of them hangs. `data`:
-// what they are of.
+// Queues the collectives "first", "between" and "last" of `data` in the streams of three ranks.
+// They belong to two communicators, one of all ranks and one of ranks 0 and 1. The first one hangs.
 inline void StickBehindOneAnother(Player& player, OnDevice& gpu, InStep& step,
                                   std::vector<std::vector<float>>& data) {
   int64_t id = 0;
@@ -73,7 +72,7 @@ inline void StickBehindOneAnother(Player& player, OnDevice& gpu, InStep& step,
   std::vector<int32_t> sets = {kWorldSet, static_cast<int32_t>(id), kWorldSet};
   if (player.rank == 2) sets = {kWorldSet, kWorldSet};
   data.assign(3, std::vector<float>(10));
-  CHECK_OK(gpu.Allreduce("x", data[0], 1.0f));  // communicators are made
+  CHECK_OK(gpu.Allreduce("x", data[0], 1.0f));  // creates the communicators
   if (player.rank != 2) CHECK_OK(gpu.Allreduce("y", data[1], 1.0f, ReduceOp::kSum, sets[1]));
   step.Wait();
   fake_gpu_set("hang_after", 0);

@@ -1,5 +1,5 @@
-// A world of ranks with fake GPUs (tests/fake_gpu), for the tests of what runs on devices: memory
-// of a device is memory of the process, but whoever does not wait for a stream sees old data there.
+// A world of ranks with fake GPUs (tests/fake_gpu). Device memory is memory of the process, but
+// code that does not wait for a stream sees old data.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace hororing {
 
-// Work for a stream of the framework.
+// Runs `work` in a stream of the framework.
 inline void RunIn(void* stream, std::function<void()> work) {
   fake_gpu_run(
       stream,
@@ -52,21 +52,21 @@ struct CudaRank {
   std::unique_ptr<HostBackend> host;
   std::unique_ptr<CudaBackend> cuda;
   std::shared_ptr<Device> device;
-  void* stream = nullptr;  // the framework's
+  void* stream = nullptr;  // of the framework
   TraceSink trace;
   int r = 0;
 };
 
 struct CudaOptions {
   GpuMode mode = GpuMode::kAuto;
-  bool one_device = false;  // for all ranks
+  bool one_device = false;  // all ranks share it
   bool reproducible = false;
   size_t fusion_bytes = 1 << 20;
   std::string nccl = FAKE_GPU;
-  bool leave = true;  // in peace
+  bool leave = true;  // call Leave at the end
 };
 
-// body(rank) on one thread per rank; afterwards all leave in peace.
+// Runs body(rank) on one thread per rank.
 inline void RunCuda(int size, const CudaOptions& options,
                     const std::function<void(CudaRank&)>& body) {
   auto transports = MakeInprocWorld(size, 20 * kMicrosecond);
@@ -95,8 +95,8 @@ inline void RunCuda(int size, const CudaOptions& options,
   for (std::thread& thread : threads) thread.join();
 }
 
-// Runs `batch` as a framework would: the stream computes the inputs (`compute`), the results are
-// looked at in the stream (`look`), and the host waits for nothing but its end.
+// Runs `batch` as a framework would: the stream computes the inputs (`compute`) and reads the
+// results (`look`), and the host waits only for its end.
 inline Status RunBatch(CudaRank& rank, Batch batch, std::function<void()> compute,
                        std::function<void()> look) {
   RunIn(rank.stream, std::move(compute));
@@ -112,7 +112,7 @@ inline Status RunBatch(CudaRank& rank, Batch batch, std::function<void()> comput
   return Status::Ok();
 }
 
-// All sums of a case, with inputs that the framework's stream writes late.
+// Runs a case whose inputs the framework's stream writes late.
 inline void RunSums(CudaRank& rank, Case& c) {
   const size_t r = static_cast<size_t>(rank.r);
   Batch batch = c.BatchOf(rank.r);

@@ -1,5 +1,5 @@
-// What the tests of whole worlds share: N engines in one process, each with its own loop thread,
-// over the in-process transport; the test threads play the training scripts.
+// For the tests of whole worlds: N engines in one process, each with its own loop thread, over the
+// in-process transport. The test threads act as training scripts.
 #pragma once
 
 #include <atomic>
@@ -41,7 +41,6 @@ struct Player {
     entry->views = {view};
     return entry;
   }
-  // As the C interface does.
   Status Submit(std::unique_ptr<TensorEntry> entry, bool blocking, int64_t* handle) {
     uint64_t id = 0;
     return engine->Submit(&entry, blocking, handle, &id);
@@ -61,7 +60,7 @@ struct Player {
     entry->views = {view};
     return Submit(std::move(entry), /*blocking=*/false, handle);
   }
-  // Looks up every `slice`, as Python does for its signals.
+  // Returns from the engine every `slice`, as Python does to check for signals.
   Status Wait(int64_t handle, TimeNs slice = kTestTimeout) {
     Status status;
     const TimeNs deadline = After(NowNs(), kTestTimeout);
@@ -77,7 +76,7 @@ struct Player {
     const Status submitted = Submit(name, data, op, &handle, /*blocking=*/true, process_set);
     return submitted.ok() ? Wait(handle) : submitted;
   }
-  // A request without tensors; `number` receives what it comes to.
+  // Makes a request without tensors; `number` receives its result.
   Status Control(Collective kind, int64_t* number, std::vector<int32_t> ranks = {},
                  int32_t root = 0) {
     auto entry = std::make_unique<TensorEntry>();
@@ -121,7 +120,7 @@ inline Status Start(const EngineConfig& config, Engine::WorldMaker make_world, P
   return player->started;
 }
 
-// Runs `script` on every rank of a world of `size`, each in a thread with an engine of its own.
+// Runs `script` on every rank of a world of `size`, each in a thread with its own engine.
 inline void Play(int size, const EngineConfig& base, const std::function<void(Player&)>& script,
                  const std::function<void(int, EngineConfig&)>& adjust = {}) {
   auto transports = MakeInprocWorld(size, 20 * kMicrosecond);
@@ -148,7 +147,7 @@ inline void Play(int size, const EngineConfig& base, const std::function<void(Pl
   for (std::thread& thread : threads) thread.join();
 }
 
-// Ranks of a world that wait for one another: in step, as training scripts are.
+// A barrier that keeps ranks in step, like training scripts.
 class InStep {
  public:
   explicit InStep(int ranks) : ranks_(ranks) {}

@@ -1,11 +1,11 @@
-// FaultyTransport: a Transport that goes wrong on purpose. Counts the data-plane operations
-// (Send, Receive) of its rank and, from operation `at` on (0: the first),
+// FaultyTransport: a Transport with an injected fault. It counts the data-plane operations (Send,
+// Receive) of its rank. From operation `at` on (0: the first),
 //
 //   kFail   the data plane is broken: every Wait fails with kTransport;
-//   kDie    the rank falls silent, as a process that was killed or stopped would: nothing is
-//           sent or received any more, its waits fail, and it tells nobody.
+//   kDie    the rank is silent, like a process that was killed or stopped: it sends and receives
+//           nothing, its waits fail, and it makes no announcement.
 //
-// Independently `delay_ns` makes every operation late, by computing, as a slow rank would.
+// Independently, `delay_ns` delays every operation by computing, as on a slow rank.
 #pragma once
 
 #include <memory>
@@ -39,8 +39,8 @@ class FaultyTransport final : public hororing::Transport {
   Request Receive(int peer, void* data, size_t bytes) override {
     return Operate() ? Request() : inner_->Receive(peer, data, bytes);
   }
-  // Requests from before the fault are left to the inner transport with a deadline in the past,
-  // so that it lets go of their buffers.
+  // Ends requests from before the fault with a deadline in the past, so that the inner transport
+  // releases their buffers.
   hororing::Status Wait(Request request, hororing::TimeNs deadline) override {
     if (!Faulty()) return inner_->Wait(request, deadline);
     if (request.slot != 0) (void)inner_->Wait(request, 0).ok();
@@ -71,7 +71,7 @@ class FaultyTransport final : public hororing::Transport {
  private:
   bool Faulty() const { return fault_.kind != Fault::Kind::kNone && operations_ > fault_.at; }
   bool Dead() const { return fault_.kind == Fault::Kind::kDie && Faulty(); }
-  // Counts an operation; true when it must not happen.
+  // Counts an operation. Returns whether it must not happen.
   bool Operate() {
     ++operations_;
     const hororing::TimeNs until = hororing::NowNs() + fault_.delay_ns;

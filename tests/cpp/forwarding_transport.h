@@ -1,5 +1,4 @@
-// ForwardingTransport: stands between a rank and its transport and changes nothing; tests override
-// what they want to be otherwise.
+// ForwardingTransport: wraps a transport and changes nothing; tests override single functions.
 #pragma once
 
 #include <memory>

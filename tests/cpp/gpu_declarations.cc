@@ -1,5 +1,5 @@
-// Compiled, never run, by tests/python/test_gpu_declarations.py where the headers of CUDA and NCCL
-// are: what csrc/gpu declares of them is what they are. NCCL 2.14 or later.
+// tests/python/test_gpu_declarations.py compiles this file, without running it, if the headers of
+// CUDA and NCCL (2.14 or later) are installed: the declarations of csrc/gpu must agree with them.
 #include <cuda.h>
 #include <nccl.h>
 
@@ -12,7 +12,7 @@
 namespace hororing {
 namespace {
 
-// Passed alike: pointers, numbers of one size, structs of one size.
+// Types that are passed in the same way: pointers, numbers of one size, structs of one size.
 template <typename Ours, typename Theirs>
 constexpr bool Alike() {
   if (std::is_pointer_v<Ours> || std::is_pointer_v<Theirs>) {

@@ -1,5 +1,5 @@
-// Engines on pretended hosts: threads whose hosts have a segment each, and whose wire is the
-// in-process transport.
+// Engines on emulated hosts: threads with a segment per host, and the in-process transport between
+// hosts.
 #pragma once
 
 #include <functional>
@@ -14,9 +14,9 @@
 
 namespace hororing_test {
 
-using Hosts = std::vector<int>;  // of every rank
+using Hosts = std::vector<int>;  // the host of every rank
 
-// As Play.
+// The same as Play, on several hosts.
 inline void PlayOn(const Hosts& hosts, const EngineConfig& base,
                    const std::function<void(Player&)>& script, size_t pipe_bytes = 0,
                    const std::function<void(int, World&)>& adjust = {}) {

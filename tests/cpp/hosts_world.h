@@ -1,5 +1,5 @@
-// N ranks on pretended hosts: threads whose hosts have a segment each, and whose wire is a strict
-// queue or a byte stream.
+// N ranks on emulated hosts: threads with a segment per host, and QueueTransport or the in-process
+// transport between hosts.
 #pragma once
 
 #include <functional>
@@ -41,13 +41,13 @@ inline std::vector<std::string> HostIds(const Hosts& hosts) {
   return ids;
 }
 
-// What rank `faulty` meets on the wire.
+// A fault in the wire transport of rank `faulty`.
 struct Trouble {
   int faulty = -1;
   Fault fault;
 };
 
-// N ranks, each with a World of its own over shared wires and segments.
+// N ranks, each with its own World over shared wires and segments.
 class HostsWorld {
  public:
   HostsWorld(const std::string& kind, const Hosts& hosts, const Trouble& trouble = {},
@@ -76,7 +76,7 @@ class HostsWorld {
   CheckedTransport& wire(int rank) {
     return dynamic_cast<CheckedTransport&>(*world(rank).transport);
   }
-  // For batches of `members`; of all ranks, where there are none.
+  // Returns a backend for batches of `members`; without members, of all ranks.
   std::unique_ptr<SharedMemoryBackend> Backend(int rank, Algorithm algorithm,
                                                WireCost wire_cost = {}, Members members = {}) {
     AllreduceOptions options;
@@ -87,7 +87,7 @@ class HostsWorld {
                                                  dynamic_cast<ShmTransport&>(*world(rank).local),
                                                  world(rank).topology, members, options);
   }
-  // body(rank) on a thread each.
+  // Runs body(rank) on one thread per rank.
   void Run(const std::function<void(int)>& body) {
     Watchdog watchdog(size(), hororing_test::kWorldLimit);
     std::vector<std::thread> threads;

@@ -15,7 +15,7 @@ struct Value {
   Kind kind = Kind::kNull;
   bool boolean = false;
   double number = 0;
-  std::string text;  // of a string; of a number as it was written
+  std::string text;  // of a string, or of a number as written
   std::vector<Value> items;
   std::map<std::string, Value> members;
 

@@ -1,9 +1,9 @@
 // Rung 3: the transports that MakeWorld makes, under mpirun. Every rank runs every case.
 //
 //   mpirun -np 3 ./mpi_transport_check                the transport of HORORING's default, "auto"
-//   mpirun -np 3 ./mpi_transport_check over_mpi       only the cases whose names say so
+//   mpirun -np 3 ./mpi_transport_check over_mpi       only the cases with this in their names
 //
-// The layer is taken from HORORING_MPI_LIBRARY, as CMake defines it; the program is linked to MPI.
+// CMake defines HORORING_MPI_LIBRARY, the layer for MPI; the program itself is linked to MPI.
 #include <dirent.h>
 #include <dlfcn.h>
 #include <signal.h>
@@ -36,7 +36,7 @@ Status Make(const std::string& transport, World* world, const std::vector<int>& 
   return MakeWorld(options, world);
 }
 
-// body(rank) over a fresh world of all processes.
+// Runs body(rank) over a fresh world of all processes.
 template <typename Body>
 void OverWorld(const std::string& transport, Body body) {
   World world;
@@ -48,7 +48,7 @@ void OverWorld(const std::string& transport, Body body) {
   body(rank);
 }
 
-// Every process has a seed of its own: that of rank 0 counts.
+// Every process has its own seed; rank 0's counts.
 unsigned CommonSeed(Rank& rank) {
   unsigned seed = Seed();
   for (int peer = 1; peer < rank.size(); ++peer) {
@@ -188,7 +188,7 @@ TEST(over_mpi_a_deadline_names_the_rank_and_frees_the_buffers) {
       (void)transport.Wait(sending, After(NowNs(), 100 * kMillisecond)).ok();
     }
   }
-  // The next world is not disturbed by what the last one has left behind.
+  // Leftovers of the last world must not disturb this one.
   Watchdog watchdog(all.topology.size, kWorldLimit);
   Rank rank{*all.transport, watchdog};
   Barrier(rank);
@@ -245,7 +245,7 @@ TEST(over_mpi_an_announced_failure_ends_every_wait_with_the_reason) {
   }
 }
 
-// Last: MPI serves no more afterwards.
+// Last, because MPI does not work afterwards.
 TEST(over_mpi_the_end) {
   MpiInfo info;
   CHECK_OK(DescribeMpi(HORORING_MPI_LIBRARY, &info));
@@ -256,8 +256,8 @@ TEST(over_mpi_the_end) {
   FinalizeMpi();
   CHECK_OK(DescribeMpi(HORORING_MPI_LIBRARY, &info));
   if (!info.initialized) return;
-  // A rank that has lost another must not wait for it in MPI_Finalize. Here all are well, and
-  // mpirun wants it.
+  // A rank that has lost another must not wait for it in MPI_Finalize. Here all are alive, and
+  // mpirun requires MPI_Finalize.
   using Finalize = int (*)();
   const auto finalize = reinterpret_cast<Finalize>(dlsym(RTLD_DEFAULT, "MPI_Finalize"));
   CHECK(finalize != nullptr);

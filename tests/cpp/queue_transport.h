@@ -1,10 +1,10 @@
-// QueueTransport: a Transport of queues under one mutex, for ranks that are threads. Written
-// independently of ShmTransport and stricter than it: a send completes only when its receive is
-// posted (so that whoever relies on buffering hangs, and the watchdog tells), sizes must match,
-// memory to be received into is spoiled when the receive is posted, and bytes are copied by
-// whichever side comes last (so that ThreadSanitizer sees who touches a buffer in flight).
+// QueueTransport: a Transport of queues under one mutex, for ranks that are threads. It is written
+// independently of ShmTransport and is stricter: a send completes only when its receive is posted
+// (so code that relies on buffering hangs, and the watchdog reports it), sizes must match, posting
+// a receive overwrites its buffer, and the later side copies the bytes (so ThreadSanitizer sees who
+// touches a buffer in flight).
 //
-// CheckedTransport: around any transport, checks that every request is waited for exactly once.
+// CheckedTransport: wraps any transport, and checks that every request is awaited exactly once.
 #pragma once
 
 #include <chrono>
@@ -34,7 +34,7 @@ class QueueTransport final : public hororing::Transport {
     return ranks;
   }
 
-  // What the ranks share.
+  // The state that the ranks share.
   struct Transfer {
     void* data;
     size_t bytes;
@@ -43,7 +43,7 @@ class QueueTransport final : public hororing::Transport {
   using TransferPtr = std::shared_ptr<Transfer>;
   struct Wire {  // from one rank to another
     std::deque<TransferPtr> sends, receives;
-    bool cut = false;  // a transfer was withdrawn: what follows would be out of step
+    bool cut = false;  // a transfer was withdrawn, so later ones would not match
   };
   struct World {
     explicit World(int ranks)
@@ -78,7 +78,7 @@ class QueueTransport final : public hororing::Transport {
     std::unique_lock<std::mutex> lock(world_->mutex);
     const auto found = open_.find(request.slot);
     if (found == open_.end()) {
-      hororing_test::Fail(__FILE__, __LINE__, "a request that is not open is waited for");
+      hororing_test::Fail(__FILE__, __LINE__, "wait for a request that is not open");
       return hororing::Status(hororing::Code::kInternal, "no such request");
     }
     const TransferPtr transfer = found->second;
@@ -104,7 +104,7 @@ class QueueTransport final : public hororing::Transport {
   bool Done(Request request) override {
     std::lock_guard<std::mutex> lock(world_->mutex);
     const auto found = open_.find(request.slot);
-    if (found == open_.end()) return true;  // Wait tells
+    if (found == open_.end()) return true;  // Wait reports it
     return found->second->done || !broken_.ok() || FailedPeer() >= 0;
   }
 
@@ -191,7 +191,7 @@ class QueueTransport final : public hororing::Transport {
     }
     return -1;
   }
-  // REQUIRES: the mutex. Nobody touches the buffer any more.
+  // REQUIRES: the mutex. Afterwards nothing touches the buffer.
   void Withdraw(const TransferPtr& transfer) {
     for (Wire& wire : world_->wires) {
       for (auto* side : {&wire.sends, &wire.receives}) {
@@ -208,7 +208,7 @@ class QueueTransport final : public hororing::Transport {
   const std::shared_ptr<World> world_;
   const int rank_;
   std::map<uint64_t, TransferPtr> open_;
-  uint64_t last_slot_ = 0;  // slot 0 is nobody's
+  uint64_t last_slot_ = 0;  // slot 0 is not used
   hororing::Status broken_;
 };
 
@@ -252,7 +252,7 @@ class CheckedTransport final : public hororing::Transport {
 
   size_t open() const { return open_.size(); }
   size_t operations() const { return last_; }
-  const std::vector<int>& sent_to() const { return sent_to_; }  // of every send
+  const std::vector<int>& sent_to() const { return sent_to_; }  // the peers of all sends
 
  private:
   Request Open(int peer, Request inner) {

@@ -1,6 +1,6 @@
-// What every transport must do, as bodies that each rank of a world runs: shared by the worlds of
-// threads (transport_test.cc) and by mpirun (mpi_transport_check.cc). Every body leaves the
-// transport as it found it.
+// The conformance tests of transports, as functions that each rank of a world runs: in threads
+// (transport_test.cc) or under mpirun (mpi_transport_check.cc). Every function leaves the transport
+// usable.
 #pragma once
 
 #include <signal.h>
@@ -35,7 +35,7 @@ using hororing::Transport;
 
 inline TimeNs Soon() { return After(NowNs(), 100 * kSecond); }
 
-// Bytes that depend on the message and the place, so that no mix-up goes unnoticed.
+// Bytes that depend on the message and the position, so that every mix-up is noticed.
 inline std::string Content(uint64_t message, size_t bytes) {
   std::string content(bytes, '\0');
   uint64_t state = message * 0x9e3779b97f4a7c15u + 1;
@@ -46,7 +46,7 @@ inline std::string Content(uint64_t message, size_t bytes) {
   return content;
 }
 
-// All ranks have entered when the first one leaves.
+// Returns when all ranks have entered.
 inline void Barrier(Rank& rank) {
   Transport& transport = rank.transport;
   for (int step = 1; step < rank.size(); step *= 2) {
@@ -58,7 +58,7 @@ inline void Barrier(Rank& rank) {
   }
 }
 
-// The next control message, from anybody.
+// Receives the next control message from any peer.
 inline bool PollUntil(Transport& transport, TimeNs deadline, int* peer, std::string* message) {
   while (!transport.Poll(peer, message)) {
     if (NowNs() >= deadline) return false;
@@ -67,8 +67,8 @@ inline bool PollUntil(Transport& transport, TimeNs deadline, int* peer, std::str
   return true;
 }
 
-// A plan of messages that all ranks derive from the seed; each posts its part in the order of
-// the plan, and waits in an order of its own.
+// All ranks derive a plan of messages from the seed. Each posts its part in the order of the plan,
+// and waits in its own random order.
 inline void ExchangeRandomMessages(Rank& rank, unsigned seed, int messages, size_t max_bytes) {
   if (rank.size() == 1) return;
   struct Pending {
@@ -85,7 +85,7 @@ inline void ExchangeRandomMessages(Rank& rank, unsigned seed, int messages, size
     std::unique_ptr<Pending> one = std::move(pending[at]);
     pending.erase(pending.begin() + static_cast<std::ptrdiff_t>(at));
     CHECK_OK(rank.transport.Wait(one->request, Soon()));
-    // A sender's buffer is free at once.
+    // After the wait, the sender's buffer is free.
     if (!one->receive) return one->buffer.assign(one->buffer.size(), 'x'), void();
     CHECK(one->buffer == Content(one->number, one->buffer.size()));
   };
@@ -110,8 +110,7 @@ inline void ExchangeRandomMessages(Rank& rank, unsigned seed, int messages, size
   Barrier(rank);
 }
 
-// Every rank sends to and receives from all others at once, more than any buffer in between
-// holds.
+// Every rank sends to and receives from all others at once, more than any buffer holds.
 inline void ExchangeWithAll(Rank& rank, size_t bytes) {
   rank.Enter("all at once");
   const auto number = [](int from, int to) { return static_cast<uint64_t>(from * 1000 + to); };
@@ -137,8 +136,8 @@ inline void ExchangeWithAll(Rank& rank, size_t bytes) {
   Barrier(rank);
 }
 
-// Every rank posts `count` messages to every other rank before it looks at what it gets; they
-// arrive in order, and none are lost.
+// Every rank posts `count` messages to every other rank before it polls; they arrive in order, and
+// none is lost.
 inline void ExchangeControl(Rank& rank, uint64_t count, size_t bytes) {
   rank.Enter("control messages");
   const auto number = [](int from, uint64_t i) { return static_cast<uint64_t>(from) << 32 | i; };
@@ -162,7 +161,7 @@ inline void ExchangeControl(Rank& rank, uint64_t count, size_t bytes) {
   Barrier(rank);
 }
 
-// Control messages of odd sizes, from nothing to more than any pipe, while data is under way.
+// Control messages of odd sizes, from empty to longer than any pipe, while data is in flight.
 inline void ExchangeControlBesideData(Rank& rank, size_t data_bytes) {
   if (rank.size() == 1) return;
   rank.Enter("control beside data");
@@ -188,7 +187,7 @@ inline void ExchangeControlBesideData(Rank& rank, size_t data_bytes) {
   Barrier(rank);
 }
 
-// Wakes from another thread, also those that come between two sleeps, are never lost.
+// Wakes from another thread are never lost, even between two sleeps.
 inline void WakeManyTimes(Rank& rank, int wakes) {
   rank.Enter("wakes");
   std::atomic<int> made{0}, seen{0};
@@ -226,7 +225,7 @@ inline void SleepIdly(Rank& rank, TimeNs span, double* cpu_seconds) {
   Barrier(rank);
 }
 
-// Waits that the other ranks never end: all do the same, and none gets what it waits for.
+// Waits that never end: all ranks wait in the same way, and none gets its message.
 struct EndlessWait {
   const char* name;
   Status (*wait)(Rank& rank);
@@ -252,7 +251,7 @@ inline const EndlessWait kEndlessWaits[] = {
        return rank.transport.Wait(rank.transport.Send(Next(rank), much.data(), much.size()),
                                   kForever);
      }},
-    {"exchange",  // of three ranks: each sends to one that sends to another one
+    {"exchange",  // of three ranks: each sends to a rank that sends to the third one
      [](Rank& rank) {
        const std::string& much = Much();
        std::string in(much.size(), '-');
@@ -280,8 +279,8 @@ inline const EndlessWait kEndlessWaits[] = {
      }},
 };
 
-// Another thread ends the wait, all later ones end at once, and buffers are the callers' again.
-// `stay` returns when all ranks have called it: the end of one could be another reason.
+// Another thread ends the wait; later waits end at once, and callers may use their buffers again.
+// `stay` returns when all ranks have called it, because the end of a rank is another failure.
 inline void EndByRevoke(Rank& rank, const EndlessWait& endless, const std::function<void()>& stay) {
   // Without the revocation, these waits never end. A sanitizer on a busy machine needs seconds for
   // the buffers.
@@ -306,7 +305,7 @@ inline void EndByRevoke(Rank& rank, const EndlessWait& endless, const std::funct
   stay();
 }
 
-// The thread of rank 0 is stopped in a wait, for longer than the limit, as with its whole process.
+// Rank 0's thread is stopped in a wait for longer than the limit, as if its process were stopped.
 inline void GoOnAfterAStop(Rank& rank) {
   constexpr TimeNs kLimit = kSecond;
   rank.Enter("stopped");
@@ -328,7 +327,7 @@ inline void GoOnAfterAStop(Rank& rank) {
       pthread_kill(self, SIGUSR2);
     });
     CHECK_OK(rank.transport.Wait(rank.transport.Receive(1, &byte, 1), After(NowNs(), kLimit)));
-    // The deadlines of others are what they were.
+    // Later waits keep their deadlines.
     const TimeNs begin = NowNs();
     CHECK(!rank.transport.Wait(rank.transport.Receive(1, &byte, 1), After(begin, kLimit)).ok());
     CHECK(NowNs() - begin < 10 * kLimit);

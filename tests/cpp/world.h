@@ -1,5 +1,5 @@
-// A world for tests: N ranks as threads of this process, each with its transport, and a watchdog
-// that ends the process with every rank's stage when they take too long.
+// A world for tests: N ranks as threads of this process, each with its transport. If they take too
+// long, a watchdog prints the stage of every rank and ends the process.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@
 
 namespace hororing_test {
 
-// Prints what each rank was doing, and aborts, unless it is destroyed in time.
+// Unless it is destroyed in time, prints the stage of each rank and aborts.
 class Watchdog {
  public:
   Watchdog(int ranks, hororing::TimeNs limit_ns)
@@ -36,7 +36,7 @@ class Watchdog {
     thread_.join();
   }
 
-  // `stage` is a literal.
+  // REQUIRES: `stage` is a string literal.
   void Enter(int rank, const char* stage) { stages_[static_cast<size_t>(rank)] = stage; }
 
  private:
@@ -60,7 +60,7 @@ class Watchdog {
   std::thread thread_;
 };
 
-// What the body of one rank gets.
+// The argument of the body of one rank.
 struct Rank {
   hororing::Transport& transport;
   Watchdog& watchdog;
@@ -72,7 +72,7 @@ struct Rank {
 constexpr hororing::TimeNs kWorldLimit = 120 * hororing::kSecond;  // sanitizers are slow
 constexpr hororing::TimeNs kDefaultSpin = 20 * hororing::kMicrosecond;
 
-// body(rank) on one thread per transport; a transport ends with its thread.
+// Runs body(rank) on one thread per transport; a transport ends with its thread.
 inline void RunWorld(std::vector<std::unique_ptr<hororing::Transport>> transports,
                      const std::function<void(Rank&)>& body) {
   Watchdog watchdog(static_cast<int>(transports.size()), kWorldLimit);

@@ -1,4 +1,4 @@
-// The host backend over worlds of threads: all collectives but allreduce.
+// The host backend over worlds of threads: all collectives except allreduce.
 
 #include <atomic>
 #include <random>
@@ -76,7 +76,7 @@ TEST(allgather_with_sizes_that_do_not_fit_is_refused) {
   CHECK(world.rank(0).host->Run(batch, kForever, trace).code() == Code::kInternal);
 }
 
-// What rank `from` sends to rank `to` of tensor t: ragged, sometimes nothing.
+// The bytes of tensor t that rank `from` sends to rank `to`: ragged, sometimes nothing.
 Bytes Mail(int from, int to, size_t tensor) { return Contribution(from * 3 + to * 5, tensor); }
 
 TEST(alltoall_brings_every_part_to_its_rank_in_rank_order) {
@@ -131,7 +131,7 @@ TEST(alltoall_with_sizes_that_do_not_fit_is_refused) {
   }
 }
 
-// Uneven parts of every kind; the last tensor has none at all.
+// Uneven parts of every kind; the last tensor is empty.
 std::vector<std::vector<size_t>> RandomParts(int ranks, size_t tensors, std::mt19937& random) {
   const size_t choices[] = {0, 0, 1, 2, 63, 1009, 30011};
   std::vector<std::vector<size_t>> parts(tensors);
@@ -147,7 +147,7 @@ TEST(reducescatter_gives_the_bits_of_rank_order_however_many_tensors) {
   for (int ranks : hororing_test::AllOrFew<int>({1, 2, 3, 4, 5, 8}, {3, 5})) {
     TestWorld world(ranks);
     for (const ReduceSpec& spec : AllSpecs()) {
-      if (random() % 3 != 0) continue;  // every spec meets some of the world sizes in each run
+      if (random() % 3 != 0) continue;  // each run takes every spec with some of the world sizes
       const size_t element = ElementSize(spec.dtype);
       const auto parts = RandomParts(ranks, 1 + random() % 4, random);
       // Per tensor: the ranks' inputs, their outputs, and the whole result.
@@ -202,7 +202,7 @@ TEST(reducescatter_gives_the_bits_of_rank_order_however_many_tensors) {
 TEST(broadcast_brings_the_roots_tensors_to_all_ranks) {
   for (int ranks : kWorldSizes) {
     TestWorld world(ranks);
-    // Empty, small ones that travel together, and one that travels alone.
+    // An empty tensor, small ones that travel together, and one that travels alone.
     for (const std::vector<size_t>& sizes :
          std::vector<std::vector<size_t>>{{1000}, {0, 1, 1009, 70000}, {5, 300007, 0, 64}, {0}}) {
       for (int root = 0; root < ranks; ++root) {

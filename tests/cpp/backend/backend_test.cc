@@ -1,5 +1,5 @@
-// Allreduce on both backends over worlds of threads: every result against what rank order gives,
-// bit by bit where the backend promises bits.
+// Allreduce on both backends over worlds of threads. Every result is compared with that of rank
+// order, bit by bit if the backend promises these bits.
 
 #include <algorithm>
 #include <atomic>
@@ -34,7 +34,7 @@ void RandomBatches(const std::string& backend, bool reproducible, bool exact) {
     options.reproducible = reproducible;
     TestWorld world(ranks, options);
     for (const ReduceSpec& spec : AllreduceSpecs()) {
-      if (random() % 2 == 0) continue;  // every spec meets some of the world sizes in each run
+      if (random() % 2 == 0) continue;  // each run takes every spec with some of the world sizes
       RunCase(world, backend, spec, RandomSizes(ranks, random), exact, random);
     }
   }
@@ -86,7 +86,7 @@ TEST(tensors_of_five_types_in_one_batch_are_reduced_each_by_its_own) {
 
 TEST(every_size_around_the_short_cut_and_the_block_is_right) {
   std::mt19937 random(hororing_test::Seed());
-  for (int ranks : {2, 3}) {  // two take none
+  for (int ranks : {2, 3}) {  // two ranks never take the short cut
     TestWorld world(ranks);
     const ReduceSpec spec{DataType::kInt32, ReduceOp::kSum, 1, 1};
     for (size_t bytes : {128, 32 << 10, 64 << 10, 128 << 10, 192 << 10, 256 << 10, 512 << 10}) {
@@ -106,7 +106,7 @@ TEST(hundreds_of_batches_in_a_row_on_both_backends) {
     for (int i = 0; i < 6; ++i) cases.emplace_back(spec, RandomSizes(ranks, random), ranks, random);
     for (int round = 0; round < (hororing_test::kFew ? 5 : 20); ++round) {
       for (Case& c : cases) c.Restore();
-      // No meeting of the threads between batches: a quick rank runs ahead of a slow one.
+      // The threads do not synchronize between batches: a fast rank runs ahead of a slow one.
       world.Run([&](int r, Rank& rank) {
         for (size_t i = 0; i < cases.size(); ++i) {
           const Batch batch = cases[i].BatchOf(r);
@@ -123,7 +123,7 @@ TEST(hundreds_of_batches_in_a_row_on_both_backends) {
 
 TEST(process_sets_that_overlap_take_turns_in_the_slots) {
   std::mt19937 random(hororing_test::Seed());
-  // The last one has the number of a set that has gone.
+  // The last one reuses the number of a removed set.
   const std::vector<Members> sets = {
       Members::World(4), {{0, 1, 2}, 1, 0}, {{1, 3}, 2, 0}, {{2, 3}, 2, 1}};
   TestWorld world(4);
@@ -162,7 +162,7 @@ TEST(announced_failure_ends_the_peers_waits_and_names_the_rank) {
       world.Run([&](int r, Rank& rank) {
         CHECK_OK(rank.backend(backend).Run(first.BatchOf(r), After(NowNs(), kLimit), rank.trace));
       });
-      // Together: a failure ends the waits for whatever is not yet complete.
+      // A failure ends the waits for everything that is not complete yet.
       world.Run([&](int r, Rank& rank) {
         if (r == 2)
           return rank.transport->AnnounceFailure({Code::kPeerLost, "the disk is full", 2});
@@ -171,7 +171,7 @@ TEST(announced_failure_ends_the_peers_waits_and_names_the_rank) {
         CHECK(status.code() == Code::kPeerLost);
         CHECK_EQ(status.rank(), 2);
         CHECK(status.message().find("the disk is full") != std::string::npos);
-        // Broken once, broken for good, and at once.
+        // Once broken, every later call fails at once.
         CHECK(
             !rank.backend(backend).Run(second.BatchOf(r), After(NowNs(), kLimit), rank.trace).ok());
       });
@@ -224,7 +224,7 @@ TEST(shm_direct_leaves_all_but_elementwise_allreduces_to_the_host_backend) {
   }
 }
 
-// Against itself: adasum_test.cc has the oracle.
+// Compares runs with one another: adasum_test.cc has the oracle.
 TEST(adasum_gives_a_tensor_the_same_bits_alone_and_fused_in_place_or_not) {
   std::mt19937 random(hororing_test::Seed());
   for (int ranks : {1, 2, 4, 8}) {

@@ -1,5 +1,5 @@
-// SharedMemoryBackend's all-gather, broadcast and reduce-scatter among ranks on pretended hosts,
-// and batches of process sets; against what the flat forms of HostBackend give.
+// SharedMemoryBackend's all-gather, broadcast and reduce-scatter among ranks on emulated hosts, and
+// batches of process sets, compared with the flat algorithms of HostBackend.
 
 #include <algorithm>
 #include <cstring>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr WireCost kCost{0, 1e-9};
 
-// A process set, with its backends; null on ranks that are no members.
+// A process set and its backends, which are null on ranks that are not members.
 struct Set {
   Members members;
   std::vector<std::unique_ptr<SharedMemoryBackend>> backends;
@@ -38,11 +38,11 @@ struct Set {
 // One batch of a set, with its memory.
 struct Job {
   Set* set;
-  std::function<Batch(size_t)> batch;  // of a rank in the set
-  std::function<std::string()> judge;  // what is wrong with the outputs, or ""
+  std::function<Batch(size_t)> batch;  // for a rank of the set
+  std::function<std::string()> judge;  // returns the first error in the outputs, or ""
 };
 
-// All ranks carry them out in this order, each for itself.
+// All ranks run the jobs in this order, without synchronization.
 std::string RunJobs(HostsWorld& world, const std::vector<Job>& jobs) {
   world.Run([&](int r) {
     TraceSink trace;
@@ -70,7 +70,7 @@ Bytes Random(DataType dtype, size_t elements, std::mt19937& random) {
   return data;
 }
 
-// Memory of the tensors of a batch on all members, by rank.
+// The tensors of a batch on all members.
 struct Tensors {
   explicit Tensors(size_t members) : inputs(members), outputs(members) {}
   std::vector<std::vector<Bytes>> inputs, outputs;  // [rank][tensor]
@@ -159,7 +159,7 @@ Job Broadcast(Set& set, int root, DataType dtype, const std::vector<size_t>& siz
           }};
 }
 
-// What hosts that are summed one after the other give, as partial results, rounded once.
+// The sum over the hosts in order, of partial results, rounded once.
 Bytes SummedByHosts(const ReduceSpec& spec, const Hosts& hosts, const std::vector<int>& ranks,
                     const std::vector<const void*>& sources, size_t n) {
   const size_t partial = PartialSize(spec);
@@ -188,7 +188,7 @@ Bytes SummedByHosts(const ReduceSpec& spec, const Hosts& hosts, const std::vecto
   return result;
 }
 
-// Parts of any sizes, not only those that the engine cuts.
+// Parts of any size, not only those of the engine.
 Job Reducescatter(Set& set, const Hosts& hosts, const ReduceSpec& spec, size_t tensors,
                   std::mt19937& random) {
   const size_t element = ElementSize(spec.dtype);
@@ -274,7 +274,7 @@ Job Allreduce(Set& set, size_t elements) {
           }};
 }
 
-// Among all ranks, by the backend that knows nothing of shared memory.
+// Runs the job on all ranks with the backend that does not use shared memory.
 std::string RunFlat(HostsWorld& world, const Job& job) {
   world.Run([&](int r) {
     HostBackend backend(*world.world(r).transport, {}, world.world(r).topology.ranks_on());
@@ -318,8 +318,8 @@ TEST(sets_over_several_hosts_and_on_one_share_the_slots_in_any_order) {
     HostsWorld world(kind, hosts, {}, 256 << 10);
     Set all(world, Algorithm::kThreePhase);
     Set some(world, Algorithm::kThreePhase, {{0, 1, 3, 4}, 3, 1});
-    Set here(world, Algorithm::kRing, {{0, 2, 6}, 5, 2});         // one host: nothing goes round
-    Set again(world, Algorithm::kThreePhase, {{1, 2, 3}, 3, 7});  // where another one was
+    Set here(world, Algorithm::kRing, {{0, 2, 6}, 5, 2});         // one host: no ring
+    Set again(world, Algorithm::kThreePhase, {{1, 2, 3}, 3, 7});  // reuses the number of `some`
     std::vector<Job> jobs;
     constexpr int kRounds = hororing_test::kFew ? 10 : 40;
     for (int round = 0; round < kRounds; ++round) {
@@ -338,12 +338,12 @@ TEST(sets_over_several_hosts_and_on_one_share_the_slots_in_any_order) {
 }
 
 TEST(flat_forms_go_host_by_host) {
-  // Ranks deal hosts out one by one, as a bad hostfile does.
+  // Consecutive ranks are on different hosts, as with a bad hostfile.
   std::mt19937 random(hororing_test::Seed());
   const Hosts hosts = {0, 1, 0, 1, 0, 1};
   HostsWorld world("queue", hosts);
   Set all(world, Algorithm::kThreePhase);
-  // Pairs of ranks on different hosts that talk.
+  // Counts pairs of ranks on different hosts that communicate.
   const auto flat_crossing = [&](const Job& job) {
     std::set<std::pair<int, int>> pairs;
     std::vector<size_t> before;
@@ -359,7 +359,7 @@ TEST(flat_forms_go_host_by_host) {
     return pairs.size();
   };
   CHECK(flat_crossing(Allgather(all, DataType::kUint8, 1, random)) <= 2);
-  // From a root in the middle of a host the chain comes back to that host.
+  // If the root is not the first rank of its host, the chain comes back to that host.
   CHECK_EQ(flat_crossing(Broadcast(all, 2, DataType::kUint8, {2 << 20}, random)), 2u);
 }
 
@@ -395,9 +395,9 @@ TEST(on_a_slow_wire_flat_forms_go_in_short_messages_and_straight_from_host_to_ho
     (void)messages(Allgather(all, DataType::kUint8, tensors, random), kSlow);
     CHECK_EQ(talkers.count({3, 1}), 1u);
     (void)messages(Allgather(all, DataType::kUint8, tensors, random), kFast);
-    CHECK_EQ(talkers.count({3, 1}), 0u);  // around the ring
+    CHECK_EQ(talkers.count({3, 1}), 0u);  // goes around the ring
   }
-  // Three hops of 64 messages of 32 KiB, and of 8.
+  // Three hops of 64 messages of 32 KiB, or of 8 messages of 256 KiB.
   CHECK_EQ(messages(Broadcast(all, 1, DataType::kUint8, {2 << 20}, random), kSlow), 3 * 64u);
   CHECK_EQ(messages(Broadcast(all, 1, DataType::kUint8, {2 << 20}, random), kFast), 3 * 8u);
   for (const double beta_s : {kSlow, kFast}) {

@@ -1,5 +1,4 @@
-// SharedMemoryBackend's allreduce, and the flat algorithms beside it, among ranks on pretended
-// hosts.
+// SharedMemoryBackend's allreduce and the flat algorithms, among ranks on emulated hosts.
 
 #include "backend/shared_memory_backend.h"
 
@@ -14,7 +13,7 @@
 namespace hororing {
 namespace {
 
-// One host after the other, each in rank order: what the sum must be, bit by bit.
+// Runs one allreduce. Returns the first error in its results, or "".
 std::string Check(HostsWorld& world, std::vector<std::unique_ptr<SharedMemoryBackend>>& backends,
                   const ReduceSpec& spec, const std::vector<size_t>& sizes, std::mt19937& random) {
   Case c(spec, sizes, world.size(), random);
@@ -42,7 +41,7 @@ TEST(every_type_and_operation_on_every_layout) {
   std::mt19937 random(hororing_test::Seed());
   size_t number = 0;
   for (const Hosts& hosts : kLayouts) {
-    // Slots of 32 KiB: several blocks. No latency: nothing goes whole.
+    // Slots of 32 KiB: several blocks. No latency: hosts never exchange whole slices.
     HostsWorld world(++number % 3 == 0 ? "queue" : "inproc", hosts, {}, 32 << 10);
     auto backends = Backends(world, Algorithm::kThreePhase, {0, 1e-9});
     for (const ReduceSpec& spec : AllreduceSpecs()) {
@@ -61,7 +60,7 @@ TEST(every_size_there_and_back_and_whole) {
                               {DataType::kFloat16, ReduceOp::kSum, 1, 1},
                               {DataType::kInt8, ReduceOp::kAverage, 1, 1}};
   for (const Hosts& hosts : kLayouts) {
-    for (const double alpha : {0.0, 1.0}) {  // a second of latency: everything goes whole
+    for (const double alpha : {0.0, 1.0}) {  // a second of latency: hosts exchange whole slices
       HostsWorld world("inproc", hosts);
       auto backends = Backends(world, Algorithm::kThreePhase, {alpha, 1e-9});
       for (const ReduceSpec& spec : specs) {
@@ -76,11 +75,10 @@ TEST(every_size_there_and_back_and_whole) {
   }
 }
 
-// Bit by bit what each tensor gets alone, in any order of types.
 TEST(tensors_of_five_types_in_one_batch_get_the_bits_that_they_get_alone) {
   std::mt19937 random(hororing_test::Seed());
   for (const Hosts& hosts : kLayouts) {
-    for (const double alpha : {0.0, 1.0}) {  // a second of latency: everything goes whole
+    for (const double alpha : {0.0, 1.0}) {  // a second of latency: hosts exchange whole slices
       HostsWorld world("inproc", hosts);
       auto backends = Backends(world, Algorithm::kThreePhase, {alpha, 1e-9});
       const auto run = [&](Case& c) {
@@ -120,8 +118,7 @@ TEST(large_batches_wrap_around_the_slots) {
 }
 
 TEST(sixteen_bit_floats_are_rounded_once) {
-  // 1 + 1/2048 of each of three ranks is exact in float32 and not in float16; in pairs it would
-  // be rounded away.
+  // 1 + 2^-11 + 2^-11 is exact in float16, but 1 + 2^-11 would be rounded to 1.
   const ReduceSpec sum{DataType::kFloat16, ReduceOp::kSum, 1, 1};
   HostsWorld world("inproc", {0, 0, 1, 1});
   auto backends = Backends(world, Algorithm::kThreePhase, {0, 1e-9});
@@ -178,8 +175,7 @@ TEST(bits_do_not_depend_on_what_a_tensor_is_fused_with) {
   for (const size_t before : {1, 1000, 123457}) CHECK(reduce(before) == alone);
 }
 
-// CheckedTransport and the sanitizers tell when a request is left open; the watchdog when somebody
-// hangs.
+// CheckedTransport and the sanitizers notice requests that are left open, the watchdog a hang.
 TEST(a_rank_that_fails_in_any_phase_is_an_error_there_and_no_hang_elsewhere) {
   const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
   for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1, 2}}) {
@@ -238,7 +234,7 @@ TEST(a_rank_that_does_not_come_is_named_on_its_host_and_on_others) {
       CHECK(status.message().find("no progress from rank(s) ") != std::string::npos);
       const bool same_host = r / 2 == absent / 2;
       if (same_host) CHECK_EQ(status.rank(), absent);
-      // The slots' counters no longer agree: it stays broken.
+      // The slots' counters no longer agree, so the backend stays broken.
       CHECK_EQ(backend.Run(c.BatchOf(r), After(NowNs(), kLimit), trace).message(),
                status.message());
     });
@@ -258,7 +254,7 @@ TEST(the_factory_offers_it_where_hosts_have_shared_memory) {
   };
   BackendOptions options;
   CHECK_EQ(names(options), std::string("hierarchical host cuda "));
-  options.allreduce.reproducible = true;  // for what has no arithmetic
+  options.allreduce.reproducible = true;  // the backend still serves collectives without arithmetic
   CHECK_EQ(names(options), std::string("hierarchical host cuda "));
   options.allreduce.reproducible = false;
   options.name = "host";
@@ -271,7 +267,7 @@ TEST(a_ring_goes_host_by_host_whatever_the_order_of_the_ranks) {
   const Hosts hosts = {0, 1, 0, 1, 0, 1};
   const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
   HostsWorld world("queue", hosts);
-  Case c(sum, {48000}, world.size(), random);  // 32 KB for each rank: one segment
+  Case c(sum, {48000}, world.size(), random);  // 32 KB per rank: one segment
   std::atomic<int> crossing{0};
   world.Run([&](int r) {
     AllreduceOptions options;
@@ -284,11 +280,11 @@ TEST(a_ring_goes_host_by_host_whatever_the_order_of_the_ranks) {
     }
   });
   CHECK_EQ(c.Judge(false), std::string());
-  // One rank of each host sends to the other: 2 (N-1) messages each.
+  // One rank of each host sends to the other host: 2 (N-1) messages each.
   CHECK_EQ(crossing.load(), 2 * 2 * (world.size() - 1));
 }
 
-// ---- which one ----
+// ---- the choice of an algorithm ----
 
 TEST(the_cheapest_flat_algorithm_follows_the_costs) {
   const auto FloatsOf = [](size_t elements) {
@@ -300,7 +296,7 @@ TEST(the_cheapest_flat_algorithm_follows_the_costs) {
   const WireCost gigabit{100e-6, 8e-9};
   CHECK(CheapestFlat(FloatsOf(16 << 20), shape, gigabit) == Algorithm::kRing);
   CHECK(CheapestFlat(FloatsOf(1), shape, gigabit) == Algorithm::kRecursiveDoubling);
-  // Two hosts that exchange all: no more bytes than there and back, and half of the latency.
+  // Two hosts that exchange whole slices send no more bytes, at half the latency.
   CHECK(ExchangesWholeSlices(FloatsOf(1 << 20), 2, gigabit));
   CHECK(!ExchangesWholeSlices(FloatsOf(1 << 20), 4, gigabit));
   CHECK(ExchangesWholeSlices(FloatsOf(100), 4, gigabit));

@@ -1,5 +1,5 @@
-// A call of the transport that never returns: those who wait get their error without the thread
-// that is in it, and should it return after all, that thread touches nothing any more.
+// A call of the transport that never returns: waiting callers get their error without the thread in
+// that call. If the call returns after all, that thread touches nothing any more.
 #include <unistd.h>
 
 #include <condition_variable>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kStuck = 1;  // the rank
 
-// Where a thread is kept until it is let go.
+// Holds a thread until the gate opens.
 class Gate {
  public:
   void Pass() {
@@ -42,14 +42,14 @@ class Gate {
   bool open_ = false, inside_ = false;  // GUARDED_BY(mutex_)
 };
 
-// What the thread in the call leaves behind.
+// The state of the thread in the call; it outlives the test.
 struct Stuck {
   Gate gate;
   CallWatch* calls = nullptr;
   std::atomic<bool> went_on{false};
 };
 
-// A transport like that of MPI, whose first send of data does not return before the gate opens.
+// A transport whose first send of data returns only when the gate opens, as it may in MPI.
 class StuckTransport final : public ForwardingTransport {
  public:
   StuckTransport(std::unique_ptr<Transport> inner, Stuck& stuck)
@@ -72,13 +72,13 @@ class StuckTransport final : public ForwardingTransport {
 
  private:
   Stuck& stuck_;
-  bool begun_ = false;  // the first negotiation has: from now on it is stuck
+  bool begun_ = false;  // the first negotiation has begun: the next send gets stuck
 };
 
-// Rank 1 is stuck in the exchange of "x"; rank 0 waits for it. `timeout_ns`: of both.
+// Rank 1 is stuck in the exchange of "x"; rank 0 waits for it. Both have the limit `timeout_ns`.
 void PlayStuck(TimeNs timeout_ns, std::vector<ProcessIdentity> neighbours,
                const std::function<void(Player&, Stuck&)>& on_stuck) {
-  auto* const stuck = new Stuck;  // its thread stays there
+  auto* const stuck = new Stuck;  // never freed: the thread stays in the call
   auto transports = MakeInprocWorld(2, 20 * kMicrosecond);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank) {
@@ -133,7 +133,7 @@ TEST(who_waits_for_a_call_that_does_not_return_gets_an_error) {
     CHECK(player.engine->state() == Engine::State::kFailed);
     CHECK(player.engine->abandoned());
     CHECK(Contains(player.Allreduce("z", other).message(), "Block of the transport 'stuck'"));
-    // What was the loop's is ours: when it comes back, it must not get to it.
+    // The data belongs to the caller again: the loop must not touch it when it comes back.
     data.assign(data.size(), 7.0f);
     stuck.gate.Open();
     while (!stuck.calls->parked()) std::this_thread::yield();
@@ -143,7 +143,7 @@ TEST(who_waits_for_a_call_that_does_not_return_gets_an_error) {
 }
 
 TEST(a_neighbours_death_is_told_although_the_loop_is_stuck) {
-  // Another process had this number.
+  // A former process had this pid.
   const std::vector<ProcessIdentity> gone = {{getpid(), 1}, {}};
   PlayStuck(10 * kSecond, gone, [](Player& player, Stuck& stuck) {
     std::vector<float> data(1000, 1.0f);
@@ -166,7 +166,7 @@ TEST(calls_are_as_old_as_looks_have_seen) {
     const CallWatch::Call call(&calls, {"A"});
     CHECK_EQ(calls.Elapsed(10), 0);
     CHECK_EQ(calls.Elapsed(30), 20);
-    // Nobody looked for long: the process was stopped.
+    // A long time between two checks means that the process was stopped.
     CHECK_EQ(calls.Elapsed(100 * kSecond), 20 + kSecond);
   }
   CHECK(calls.Abandon().call == nullptr);  // it has returned

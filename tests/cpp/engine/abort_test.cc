@@ -1,4 +1,4 @@
-// A rank that breaks off, or is to end, while others hold it up in a batch.
+// A rank that aborts, or shuts down, while others block it in a batch.
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -10,7 +10,7 @@ using namespace hororing_test;
 
 namespace {
 
-// Of a rank that comes to a standstill when it begins to send.
+// Blocks its rank when it begins to send.
 class HeldTransport final : public ForwardingTransport {
  public:
   HeldTransport(std::unique_ptr<Transport> inner, std::atomic<bool>& held,
@@ -30,11 +30,11 @@ class HeldTransport final : public ForwardingTransport {
 
 constexpr int kHolds = 1;  // the rank
 
-// On two hosts, and on two of four ranks each.
+// Two hosts with one rank each, or with two ranks each.
 const Hosts kHosts[] = {{0, 1}, {0, 1, 0, 1}};
 
-// All ranks have begun a batch, and rank 1 holds it up, when rank 0 does as `ends` says; `others`
-// gets the error of everybody else.
+// All ranks have begun a batch, and rank 1 blocks it, when rank 0 calls `ends`. `others` gets the
+// errors of the other ranks.
 void PlayHeld(const Hosts& hosts, const std::function<void(Player&, int64_t)>& ends,
               const std::function<void(const Status&)>& others) {
   std::atomic<bool> held{false}, inside{false};
@@ -78,7 +78,7 @@ TEST(who_breaks_off_leaves_a_batch_that_others_hold_up) {
   }
 }
 
-// So that no thread of it is left.
+// So that none of its threads is left.
 TEST(an_engine_that_does_not_shut_down_in_time_can_be_ended) {
   PlayHeld(
       kHosts[0],

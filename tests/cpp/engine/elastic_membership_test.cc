@@ -1,5 +1,5 @@
-// A process of an elastic job and its store: beats, frames, the end of either; and what that does
-// to an engine.
+// A process of an elastic job and its store: beats, frames, the end of either, and its effects on
+// the engine.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -18,7 +18,7 @@ namespace {
 
 using namespace hororing_test;
 
-// As hororing/rendezvous/protocol.py makes it.
+// A frame of hororing/rendezvous/protocol.py.
 std::string Frame(uint32_t kind, int32_t rank, int64_t generation, int64_t stamp, int32_t what,
                   const std::string& text) {
   std::string frame(160, '\0');
@@ -59,7 +59,7 @@ class Told {
     close(sockets_[1]);
     sockets_[1] = -1;
   }
-  // Blocks until there is one.
+  // Blocks until the next beat; false at the end of the connection.
   bool Beats() {
     char beat = 0;
     return read(sockets_[1], &beat, 1) == 1;
@@ -143,13 +143,13 @@ TEST(a_revoked_engine_fails_with_the_rank_that_was_lost_and_ends_at_once) {
     std::vector<float> data(1000, 1.0F);
     int64_t handle = 0;
     if (player.rank != 1) CHECK(player.Submit("x", data, ReduceOp::kSum, &handle).ok());
-    all.Wait();              // an engine that fails earlier is no error of the others
-    if (player.rank == 1) {  // as if it were stopped: it never comes
+    all.Wait();              // an engine that fails earlier would be an error for the others
+    if (player.rank == 1) {  // as if it were stopped: it never submits
       player.engine->Revoke(Status(Code::kPeerLost, "declared dead"));
       return;
     }
     player.engine->Revoke(Status(Code::kPeerLost, "rank 1 is lost", 1));
-    player.engine->Revoke(Status(Code::kPeerLost, "rank 0 is lost", 0));  // the first counts
+    player.engine->Revoke(Status(Code::kPeerLost, "rank 0 is lost", 0));  // the first one counts
     const Status status = player.Wait(handle);
     CHECK(status.code() == Code::kPeerLost);
     CHECK(status.rank() == 1);

@@ -78,7 +78,7 @@ TEST(a_mismatch_fails_one_tensor_on_every_rank_and_the_job_goes_on) {
     CHECK_OK(player.Wait(good_handle));
     CHECK_OK(player.Allreduce("bad", good));
     CHECK_EQ(good[0], 9.0f);
-    // The name is known by now, of another shape on rank 1.
+    // The name is cached by now; rank 1 changes its shape.
     CHECK(player.Allreduce("bad", bad).code() == Code::kMismatch);
   });
 }
@@ -107,7 +107,7 @@ TEST(what_was_submitted_before_a_barrier_has_landed_after_it) {
     for (int step = 0; step < 10; ++step) {
       std::vector<float> data(300000, 1.0f), later(1, 1.0f);
       int64_t handle = 0, held_for = 0, none = 0;
-      // `data` is held for the sake of `later`, and goes with the barrier.
+      // `data` is held because of `later`, and released by the barrier.
       if (player.rank == 0) CHECK_OK(player.Submit("later", later, ReduceOp::kSum, &held_for));
       CHECK_OK(player.Submit("data", data, ReduceOp::kSum, &handle));
       CHECK_OK(player.Control(Collective::kBarrier, &none));
@@ -225,7 +225,7 @@ TEST(a_stall_fails_the_job_after_the_shutdown_time) {
       CHECK(Contains(status.message(), "submitted by rank 0, missing rank 1"));
       return;
     }
-    for (Status status;;) {  // rank 1 hears of it too
+    for (Status status;;) {  // rank 1 gets the error, too
       status = player.Allreduce("tick", data);
       if (status.ok()) continue;
       CHECK(status.code() == Code::kStalled);
@@ -258,7 +258,7 @@ TEST(what_one_rank_cannot_have_is_refused_on_all_with_the_same_words) {
 }
 
 TEST(a_rank_that_gives_up_starting_is_heard_of_by_those_who_have_started) {
-  // Rank 1 takes part in the start up to its last message, which rank 2 then lacks.
+  // Rank 1 takes part in the start except for its last message to rank 2.
   auto transports = MakeInprocWorld(3, 0);
   std::thread stuck([&] {
     Transport& transport = *transports[1];
@@ -349,7 +349,7 @@ TEST(a_handle_that_is_done_is_released_at_once_and_only_then) {
   for (const int64_t handle : {left, int64_t{0}, int64_t{-1}}) CHECK(succeeds(handle));
   CHECK(succeeds(done));
   CHECK(table.Poll(done) == HandleState::kUnknown);
-  // What has its place now is pending.
+  // The next handle reuses its slot.
   const int64_t mask = (int64_t{1} << HandleTable::kIndexBits) - 1;
   const int64_t next = Create(table);
   CHECK(next != done);
@@ -420,9 +420,9 @@ TEST(an_idle_engine_sleeps) {
     const int64_t before = player.engine->stats().loop_wakeups;
     std::this_thread::sleep_for(std::chrono::seconds(1));
     const int64_t wakeups = player.engine->stats().loop_wakeups - before;
-    // Housekeeping comes four times a second; a fixed cycle of 1 ms would be a thousand.
+    // Periodic checks run four times a second; a fixed cycle of 1 ms would run 1,000 times.
     CHECK(wakeups < 100);
-    CHECK_OK(player.Allreduce("y", data));  // nobody leaves before all have slept
+    CHECK_OK(player.Allreduce("y", data));  // no rank leaves before all have slept
   });
 }
 

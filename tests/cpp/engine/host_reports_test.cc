@@ -1,6 +1,6 @@
 // Reports that are combined per host: how long they wait for one another, what they cost, and that
-// everything else is as without. Rung 1 on HostReports, rung 2 with engines on pretended hosts:
-// threads whose hosts have a segment each, and whose wire is the in-process transport.
+// nothing else changes. Rung 1 tests HostReports, rung 2 engines on emulated hosts: threads with a
+// segment per host and the in-process transport between hosts.
 #include "negotiation/host_reports.h"
 
 #include <algorithm>
@@ -34,7 +34,7 @@ Report FreshNamed(const std::string& name) {
   return report;
 }
 
-// What goes now; empty: nothing.
+// The reports that are due now; may be empty.
 Reports Taken(HostReports& reports, TimeNs now) {
   Reports taken;
   const auto message = reports.Take(now);
@@ -131,7 +131,7 @@ TEST(while_a_rank_has_joined_nobody_waits_for_it) {
   reports.Receive(0, joins, true, 0);
   CHECK(!Taken(reports, 0).empty());
   reports.Decided(Agreed(0, 1, "join"));
-  // From now on they are expected of both again, and of no earlier step.
+  // From now on both ranks are expected to report again, and only for later steps.
   for (const int first : {0, 1}) {
     reports.Receive(first, Cached({1, 2}), true, 0);
     CHECK(Taken(reports, 0).empty());
@@ -141,12 +141,12 @@ TEST(while_a_rank_has_joined_nobody_waits_for_it) {
   }
 }
 
-// One rank has heard that the id is evicted, the other has not.
+// One rank has applied the eviction of the id, the other has not.
 TEST(what_was_decided_does_not_count_for_the_next_time) {
   HostReports reports({0, 1}, kMillisecond);
   reports.Receive(0, Cached({7}), true, 0);
   reports.Receive(1, FreshNamed("x"), true, 0);
-  CHECK(!Taken(reports, 0).empty());  // both have said something
+  CHECK(!Taken(reports, 0).empty());  // both have reported
   reports.Decided(Agreed(8, 1, "x"));
   reports.Receive(0, FreshNamed("x"), true, 0);
   CHECK(Taken(reports, 0).empty());
@@ -198,21 +198,21 @@ TEST(malformed_combined_reports_are_refused) {
   CHECK(!DecodeCombined(EncodeCombined({{"nonsense", {2, 3}}}), &reports));
 }
 
-// Over R rounds of one blocking allreduce each. Rank 0: one message each way per neighbour and per
-// other host. The first rank of another host: as much with its neighbours and with rank 0. The
-// others: one each way. At the end every rank leaves, which may take one more.
+// In a round, all ranks make one blocking allreduce. Rank 0 exchanges one message each way per
+// neighbour and per other host, the first rank of another host one per neighbour and one with rank
+// 0, and all others one. At the end every rank leaves, which may take one more message.
 TEST(a_round_takes_one_message_each_way_per_neighbour_and_host) {
   constexpr int kRounds = 200;
   const Hosts hosts = {0, 0, 0, 1, 1, 1, 2, 2, 2};
   EngineConfig config;
-  config.cycle_time_ns = kSecond;  // a rank that has lost its core does not count
+  config.cycle_time_ns = kSecond;  // so that reports wait for a rank that has lost its core
   PlayOn(hosts, config, [&](Player& player) {
     std::vector<float> data(10, 1.0f);
     CHECK_OK(player.Allreduce("x", data));
     const int64_t sent = player.engine->stats().control_messages_sent;
     const int64_t received = player.engine->stats().control_messages_received;
     for (int round = 0; round < kRounds; ++round) {
-      // Neighbours are later than the first rank of their host.
+      // The other ranks of a host are later than its first.
       const TimeNs until = NowNs() + (player.rank % 3) * 100 * kMicrosecond;
       while (NowNs() < until) std::this_thread::yield();
       CHECK_OK(player.Allreduce("x", data));
@@ -273,7 +273,7 @@ TEST(results_are_those_of_one_host_whatever_the_ranks_do) {
   }
 }
 
-// Names that are longer than the pipes take several turns, while ranks are in collectives.
+// Names longer than the pipes are sent in pieces while ranks are in collectives.
 TEST(agreements_longer_than_a_pipe_arrive) {
   PlayOn(
       {0, 0, 1, 1}, {},
@@ -310,7 +310,7 @@ TEST(a_stall_on_another_host_names_who_is_missing) {
   PlayOn({0, 0, 1, 1}, config, [](Player& player) {
     std::vector<float> data(4, 1.0f);
     if (player.rank == 2) {
-      // The first of its host, which still hands on what its neighbours say.
+      // The first rank of its host still forwards its neighbours' reports.
       std::vector<float> other(4, 1.0f);
       CHECK(!player.Allreduce("other", other).ok());
       return;
@@ -321,11 +321,11 @@ TEST(a_stall_on_another_host_names_who_is_missing) {
   });
 }
 
-// Of what rank 0 has agreed on, ranks of another host hear late, by way of the first of them. Here
-// only when they have looked for failures after rank 0 had ended.
+// The first rank of another host passes on rank 0's agreement late: here, only after its neighbour
+// has checked for failures after the end of rank 0.
 struct HeldBack {
-  std::atomic<bool> ended{false};  // on rank 0
-  std::atomic<int> looks{0};       // of rank 3, since
+  std::atomic<bool> ended{false};  // whether rank 0 has
+  std::atomic<int> looks{0};       // checks of rank 3 since then
 };
 
 class HoldingTransport final : public ForwardingTransport {

@@ -1,5 +1,4 @@
-// Rungs 1 and 2: who takes part: process sets and ranks that have joined, in the coordinator alone
-// and in whole worlds.
+// Rungs 1 and 2: process sets and joined ranks, in the coordinator alone and in whole worlds.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -37,7 +36,7 @@ Request Control(Collective kind, std::vector<int32_t> ranks = {}, int32_t root =
   return request;
 }
 
-// Through the codec, as on the wire.
+// Passes a report through the codec, as on the wire.
 void Tell(Coordinator& coordinator, int rank, std::vector<Request> fresh,
           std::vector<uint64_t> cached = {}, uint64_t applied = 0) {
   Report report, travelled;
@@ -177,7 +176,7 @@ TEST(a_set_decides_without_the_others_and_concerns_only_its_members) {
   CHECK(coordinator.world_only());
   const int32_t set = static_cast<int32_t>(AddSet(coordinator, 4, {1, 3}));
   CHECK(!coordinator.world_only());
-  Tell(coordinator, 0, {Allreduce("x")});  // of the world: another tensor
+  Tell(coordinator, 0, {Allreduce("x")});  // another tensor, in the world
   Tell(coordinator, 3, {Allreduce("x", set)});
   CHECK(!coordinator.Decide().has_value());
   Tell(coordinator, 1, {Allreduce("x", set)});
@@ -203,8 +202,8 @@ TEST(removing_a_set_fails_what_waits_in_it_and_forgets_its_cached_requests) {
     Tell(coordinator, rank, {Control(Collective::kRemoveProcessSet, {}, set)});
   }
   CHECK(Decisions(coordinator).at(0).kind == Decision::Kind::kRun);
-  Tell(coordinator, 0, {}, {id});               // was on its way
-  Tell(coordinator, 0, {Allreduce("y", set)});  // likewise
+  Tell(coordinator, 0, {}, {id});               // was in transit
+  Tell(coordinator, 0, {Allreduce("y", set)});  // was in transit
   CHECK(coordinator.AllWaiting().empty());
 
   const int32_t again = static_cast<int32_t>(AddSet(coordinator, 2, {0}));
@@ -224,7 +223,7 @@ TEST(a_joined_rank_is_waited_for_no_more_and_told_what_it_takes_part_in) {
   CHECK_EQ(decisions[0].details().name, std::string("early"));
   CHECK(decisions[0].details().stand_in.has_value());
   CHECK(*decisions[0].details().stand_in == Allreduce("early"));
-  // Known by its id from now on, also to the rank that has joined.
+  // From now on all ranks know it by its id, even the joined one.
   const uint64_t id = decisions[0].cache_id;
   Tell(coordinator, 0, {}, {id});
   Tell(coordinator, 1, {}, {id});
@@ -245,7 +244,7 @@ TEST(a_joined_rank_is_waited_for_no_more_and_told_what_it_takes_part_in) {
   CHECK(Decisions(coordinator).empty());
   Tell(coordinator, 1, {Control(Collective::kJoin)});
   CHECK(Decisions(coordinator).at(0).details().rows == (std::vector<int64_t>{1}));
-  // Over: all are waited for again.
+  // The join is over: all ranks must report again.
   Tell(coordinator, 0, {}, {id});
   CHECK(Decisions(coordinator).empty());
 }
@@ -296,7 +295,7 @@ TEST(neutral_elements_leave_the_others_as_they_are) {
       constexpr size_t kElements = 33;
       const size_t bytes = kElements * ElementSize(dtype);
       std::vector<uint8_t> value(bytes), neutral(bytes), result(bytes);
-      // Any bits but those of not-a-number; of bool 0 and 1 alone.
+      // Values other than NaN; for bool only 0 and 1.
       for (uint8_t& byte : value) byte = static_cast<uint8_t>(random() % 2);
       const ReduceSpec spec{dtype, op, 1.0, 1.0};
       FillNeutral(spec, neutral.data(), kElements);
@@ -331,7 +330,7 @@ TEST(overlapping_sets_in_opposite_orders_do_not_wait_for_one_another) {
         std::vector<std::vector<float>> data(order.size());
         std::vector<int64_t> handles(order.size());
         for (size_t i = 0; i < order.size(); ++i) {
-          // From short cuts to several blocks of the direct allreduce.
+          // From the short cut to several blocks of the direct allreduce.
           const size_t elements = 1 + order[i] * (step % 4 == 0 ? 60000 : 100);
           data[i].assign(elements, static_cast<float>(player.rank + 1));
           CHECK_OK(player.Submit("x", data[i], ReduceOp::kSum, &handles[i], false,
@@ -354,7 +353,7 @@ TEST(overlapping_sets_in_opposite_orders_do_not_wait_for_one_another) {
   }
 }
 
-// Rank by rank in one report, so that an agreement holds several decisions.
+// A rank reports all of them at once, so that an agreement has several decisions.
 TEST(a_barrier_of_some_ranks_leaves_the_batches_of_all_alike) {
   Play(3, EngineConfig(), [&](Player& player) {
     int64_t set = 0;

@@ -1,5 +1,5 @@
-// The exchange: all ranks agree on whether it has succeeded, even if one comes late, not at all or
-// with another request; and the engine's sums have the same bits as through the loop.
+// The one-shot exchange: all ranks agree on whether it has succeeded, even if one comes late, or
+// never, or with another request; and the engine's sums have the same bits as through the loop.
 #include "transport/one_shot_exchange.h"
 
 #include <algorithm>
@@ -44,7 +44,7 @@ void Meet(int size, const Body& body, TimeNs spin = kSpin) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// The payload of a rank in a round: as long as the round says, and unlike any other.
+// The payload of a rank in a round, unlike any other; its length depends on the round.
 std::vector<uint32_t> PayloadOf(int round, int rank) {
   std::vector<uint32_t> payload(1 + static_cast<size_t>(round * 37) % 4096);
   for (size_t i = 0; i < payload.size(); ++i) {
@@ -54,9 +54,9 @@ std::vector<uint32_t> PayloadOf(int round, int rank) {
   return payload;
 }
 
-// Each rank comes to every round, in step or by up to `latest` late; it leaves rounds out with the
-// chance `out`, and mistakes them for another with the chance `mistaken`. How many rounds all have
-// met in.
+// Ranks come to every round in step or, if `latest` is not 0, by up to `latest` late. They skip a
+// round with probability `out`, and mistake it for another with probability `mistaken`. Returns the
+// number of rounds in which all have met.
 int PlayRounds(int size, int rounds, double out, double mistaken, TimeNs latest) {
   std::vector<std::vector<char>> met(static_cast<size_t>(size));
   InStep step(size);
@@ -99,7 +99,7 @@ int PlayRounds(int size, int rounds, double out, double mistaken, TimeNs latest)
 
 constexpr size_t kMost = OneShotExchange::kMaxPayload;
 
-// Whether it was made at once; its handle is complete then.
+// Whether the exchange succeeded; the handle is complete then.
 bool AllreduceOneShot(Player& player, const TensorEntry& tensor) {
   int64_t handle = 0;
   if (!player.engine->AllreduceOneShot(tensor, &handle)) return false;
@@ -109,7 +109,7 @@ bool AllreduceOneShot(Player& player, const TensorEntry& tensor) {
   return true;
 }
 
-// At once where the ranks meet; else as it is otherwise done.
+// Sums by the exchange if the ranks meet, otherwise by the loop.
 Status Sum(Player& player, const std::string& name, std::vector<float>& data, bool* one_shot,
            ReduceOp op = ReduceOp::kSum) {
   *one_shot = AllreduceOneShot(player, *Player::Entry(name, data, op));
@@ -120,7 +120,7 @@ Status Sum(Player& player, const std::string& name, std::vector<float>& data, bo
 
 TEST(whoever_comes_in_step_meets) {
   for (const int size : {1, 2, 3, 4, 16}) {
-    // Threads that share busy cores lose rounds, and then pass by; not all of them.
+    // Threads on busy cores lose rounds, and skip some then, but not all.
     const int met = PlayRounds(size, 500, 0, 0, 0);
     if (size <= 2) CHECK(met > 0);
   }
@@ -138,7 +138,7 @@ TEST(who_comes_when_others_have_left_does_not_wait) {
   constexpr int kTimes = 200;
   std::vector<TimeNs> late;
   std::atomic<int> turn{0};
-  // Rank 1 comes when rank 0 has left.
+  // Rank 1 comes after rank 0 has left.
   Meet(2, [&](OneShotExchange& exchange, int rank) {
     for (int step = rank; step < 2 * kTimes; step += 2) {
       while (turn != step) std::this_thread::yield();
@@ -210,7 +210,7 @@ TEST(a_mismatch_has_the_words_of_the_coordinator) {
   });
 }
 
-// Two ranks come in step again and again; only these would meet.
+// Two ranks come in step every time: they would meet if their requests were equal.
 TEST(requests_that_differ_in_anything_do_not_meet) {
   InStep step(2);
   Play(2, EngineConfig(), [&](Player& player) {

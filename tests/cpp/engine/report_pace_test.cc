@@ -1,4 +1,4 @@
-// When requests are reported: those of a batch together, what somebody waits for at once.
+// When requests are reported: those of a batch together, awaited ones at once.
 #include "engine/report_pace.h"
 
 #include <sched.h>
@@ -48,12 +48,11 @@ TEST(who_has_reported_is_silent_until_it_is_answered) {
   CHECK_EQ(pace.Due(kSecond + 1, 1, kSecond + 1), kSecond + kCycleTime);
 }
 
-// Tensors that come too slowly for a burst, on a rank that is behind the other, ahead of it, and
-// with it.
+// Tensors come too slowly for a burst, on a rank that is ahead of the other, in step, or behind.
 TEST(the_reports_of_a_batch_do_not_grow_with_its_tensors) {
   constexpr int kTensors = 200, kRounds = 4;
   EngineConfig config;
-  config.cycle_time_ns = 4 * kMillisecond;  // and an answer is waited for eight times as long
+  config.cycle_time_ns = 4 * kMillisecond;  // a rank waits eight times as long for an answer
   for (const int late : {-1, 0, 1}) {
     Play(2, config, [late](Player& player) {
       std::vector<std::vector<float>> data(kTensors, std::vector<float>(1, 1.0f));
@@ -71,14 +70,14 @@ TEST(the_reports_of_a_batch_do_not_grow_with_its_tensors) {
         }
         for (const int64_t handle : handles) CHECK_OK(player.Wait(handle));
       }
-      // Who waits in the end does not wait for an answer first.
+      // A caller that waits causes a report at once, even without an answer to the last one.
       CHECK(stats.control_messages_sent - sent <= stats.batches - batches + kRounds);
       CHECK(stats.batches - batches < kRounds * kTensors / 4);
     });
   }
 }
 
-// Neither a moment, nor an answer.
+// It waits neither for the cycle time nor for an answer.
 TEST(what_somebody_waits_or_polls_for_is_reported_at_once) {
   EngineConfig config;
   config.cycle_time_ns = 10 * kTestTimeout;
@@ -86,7 +85,7 @@ TEST(what_somebody_waits_or_polls_for_is_reported_at_once) {
     std::vector<float> early(1, 1.0f), late(1, 1.0f);
     int64_t first = 0, second = 0;
     if (player.rank == 0) {
-      // Not before the other rank has told of both.
+      // Waits for both reports of the other rank.
       const Stats& stats = player.engine->stats();
       const TimeNs deadline = After(NowNs(), kTestTimeout / 4);
       while (stats.control_messages_received < 2 && NowNs() < deadline) sched_yield();

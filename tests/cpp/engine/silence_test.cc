@@ -1,5 +1,5 @@
-// Ranks that are stopped, or cut off: whoever waits for them in the negotiation gets an error at
-// the limit, and nobody is taken for one of them who is only slow.
+// Ranks that are stopped or cut off: ranks that wait for them in the negotiation get an error at
+// the time limit. Ranks that are only slow do not count as stopped.
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -11,7 +11,7 @@ using namespace hororing_test;
 
 namespace {
 
-// Of a rank that can be stopped as a whole, as by SIGSTOP.
+// The transport of a rank that can be stopped as a whole, as by SIGSTOP.
 class StoppableTransport final : public ForwardingTransport {
  public:
   StoppableTransport(std::unique_ptr<Transport> inner, std::atomic<bool>& stopped)
@@ -32,7 +32,7 @@ class StoppableTransport final : public ForwardingTransport {
   std::atomic<bool>& stopped_;
 };
 
-// Rank `stops` is stopped after the first step; the others try another one, and check the error.
+// Stops rank `stops` after the first step; the others try another step and check the error.
 void PlayStopped(const Hosts& hosts, int stops, const EngineConfig& config,
                  const std::function<void(const Status&)>& check) {
   std::atomic<bool> stopped{false};
@@ -50,7 +50,7 @@ void PlayStopped(const Hosts& hosts, int stops, const EngineConfig& config,
       stopped = true;
       while (done + 1 < hosts.size()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       stopped = false;
-      check(player.Allreduce("x", data));  // it hears of it
+      check(player.Allreduce("x", data));  // gets the same error
       return;
     }
     while (!stopped) std::this_thread::yield();
@@ -93,7 +93,7 @@ TEST(a_stopped_coordinator_is_a_stall_where_that_limit_is_set) {
   });
 }
 
-// As a batch system suspends jobs: one after another, and lets them go on in any order.
+// A batch system suspends the ranks one after the other, and resumes them in any order.
 TEST(a_rank_that_was_stopped_itself_does_not_count_the_silence_of_others_in_that_time) {
   EngineConfig config;
   config.timeout_ns = 2 * kSecond;
@@ -123,13 +123,13 @@ TEST(a_rank_that_was_stopped_itself_does_not_count_the_silence_of_others_in_that
   PlayOn({0, 0}, config, script, 0, adjust);
 }
 
-// Over the first rank of the other host, too.
+// Also through the first rank of another host.
 TEST(callers_that_wait_for_one_another_get_an_error_and_no_others) {
   EngineConfig config;
   config.stall.deadlock_ns = 200 * kMillisecond;
   PlayOn({0, 1, 1}, config, [](Player& player) {
     std::vector<float> data(1000, 1.0f);
-    // For longer than that time, but the last rank is not blocked.
+    // The others wait for longer than that time, but the last rank is not blocked.
     if (player.rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(2500));
     CHECK_OK(player.Allreduce("x", data));
     const Status status = player.Allreduce(player.rank == 1 ? "metric" : "gradient", data);

@@ -1,7 +1,7 @@
-// Whole jobs that do everything in turn, by chance: requests made again and changed, groups, sets
-// that come and go, joins, mismatches of one rank, waiting given up, two threads, the timeline on
-// and off; with caches that forget, buckets and autotuning, on one host and on several. Whichever
-// way a request takes, its result is right, and nothing hangs.
+// Whole jobs that mix everything at random: repeated and changed requests, groups, process sets,
+// joins, mismatches of one rank, abandoned waits, two threads, the timeline on and off; with small
+// caches, fusion and autotuning, on one host and on several. All results are right, and nothing
+// hangs.
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,14 +22,14 @@ namespace {
 constexpr size_t kNames = 7;
 constexpr int kRounds = 60;
 
-// What all ranks draw alike for a round.
+// The random choices of a round, which all ranks share.
 struct Plan {
   explicit Plan(std::minstd_rand& shared, int size) {
     const auto draw = [&](unsigned of) { return static_cast<int>(shared() % of); };
     const auto ranks = static_cast<unsigned>(size);
     in_set = draw(4) == 0;
     joins = !in_set && draw(5) == 0;
-    left_out = draw(ranks);  // of the set; the one that has joined
+    left_out = draw(ranks);  // the rank outside the set, or the one that joins
     wrong = draw(4) == 0 && !joins ? draw(ranks) : -1;
     timeline = draw(6) == 0;
     for (size_t i = 0; i < kNames; ++i) {
@@ -50,7 +50,7 @@ struct Try {
 
 void Send(Player& player, const Plan& plan, size_t i, int32_t set, Try* each) {
   const std::string name = "t" + std::to_string(i);
-  // The first tensor alone may be wrong, on one rank.
+  // Only the first tensor may be wrong, on one rank.
   const bool wrong = i == 0 && player.rank == plan.wrong;
   const int kind = plan.joins && plan.kinds[i] == 1 ? 3 : plan.kinds[i];
   each->data.assign(plan.elements[i] + (wrong ? 1 : 0), static_cast<float>(player.rank + 1));
@@ -134,7 +134,7 @@ void Soak(Player& player) {
       std::thread second(half, cut, kNames);
       half(0, cut);
       second.join();
-      // Somebody may not wait for it; what it is done with comes as it may.
+      // Some ranks do not wait for this one.
       Try& last = lost[static_cast<size_t>(&tries - rounds.data())];
       last.data.assign(3, 1.0f);
       const std::string name = "lost" + std::to_string(&tries - rounds.data());
@@ -154,7 +154,7 @@ void Soak(Player& player) {
     if (plan.in_set) CHECK_OK(player.RemoveSet(set, &removed));
     if (switching.joinable()) switching.join();
   }
-  // What was given up has landed.
+  // After the barrier, the abandoned requests are complete.
   int64_t none = 0;
   CHECK_OK(player.Control(Collective::kBarrier, &none));
   std::remove(path.c_str());

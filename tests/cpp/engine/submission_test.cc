@@ -92,7 +92,7 @@ TEST(persistent_requests_start_by_their_ids_up_to_one_that_must_be_submitted) {
         if (player.rank != 0) CHECK_OK(player.Allreduce("go", go));
         CHECK_EQ(start(), kCount);
         if (player.rank == 0) {
-          // Active, as long as the others do not go.
+          // The requests stay active until the others start.
           const std::array<int64_t, kCount> first = handles;
           const size_t more = start();
           handles = first;
@@ -106,7 +106,7 @@ TEST(persistent_requests_start_by_their_ids_up_to_one_that_must_be_submitted) {
       CHECK_EQ(start(), size_t{2});
       for (size_t i : {0, 1}) CHECK_OK(player.Wait(handles[i]));
       const uint64_t b = ids[1];
-      submit(1, ReduceOp::kMax);  // from now on the name is another request's
+      submit(1, ReduceOp::kMax);  // from now on the name has another request
       CHECK_EQ(ids[1], uint64_t{0});
       CHECK_OK(player.Wait(handles[1]));
       fill();
@@ -133,7 +133,7 @@ TEST(a_table_knows_requests_by_their_ids_while_none_is_in_flight) {
     std::unique_ptr<TensorEntry> entry = Player::Entry("a", data, ReduceOp::kSum, 1);
     const Request request = entry->request;
     CHECK_OK(table.Submit(&entry, &handle, &id));
-    table.TakeSubmitted(&taken);  // as the loop does before it removes any
+    table.TakeSubmitted(&taken);  // as in the loop, before it removes any
     return request;
   };
   const Request three = submit(3);
@@ -146,7 +146,7 @@ TEST(a_table_knows_requests_by_their_ids_while_none_is_in_flight) {
   CHECK(table.Titles({"NEGOTIATE"}).empty());
   CHECK(table.FindRecord(7)->agreed == three && table.FindRecord(7)->rows.size() == 2);
 
-  const Request four = submit(4);  // as which it is not known
+  const Request four = submit(4);  // has no id in this form
   CHECK_EQ(table.IdOf(four), uint64_t{0});
   table.Find(key)->cache_id = 8;
   table.Define(8, four, {});
@@ -157,7 +157,7 @@ TEST(a_table_knows_requests_by_their_ids_while_none_is_in_flight) {
   CHECK_EQ(table.Find(key)->cache_id, uint64_t{0});
   CHECK(table.Remove(key) != nullptr);
 
-  table.Define(9, three, {});  // by a rank that has joined
+  table.Define(9, three, {});  // as for a joined rank
   CHECK(table.RemoveSet(2).empty());
   CHECK(table.FindRecord(9) != nullptr);
   static_cast<void>(submit(3));
@@ -168,8 +168,8 @@ TEST(a_table_knows_requests_by_their_ids_while_none_is_in_flight) {
   CHECK(table.FindRecord(10) == nullptr && table.Find(key) == nullptr);
 }
 
-// Names that come again, in any order, with other shapes, in sets that come and go, while the cache
-// forgets most of them: whichever way a request takes, its result is right.
+// Names are repeated in any order, with other shapes, and in process sets that come and go, while
+// the cache evicts most of them. All results are right.
 TEST(requests_made_again_are_right_whatever_was_forgotten_meanwhile) {
   for (int capacity : {0, 3, 100}) {
     EngineConfig config;
@@ -222,7 +222,7 @@ TEST(the_loop_is_rung_once_until_it_looks) {
   mailbox.BeginScan();
   CHECK(rings());
   mailbox.BeginScan();
-  mailbox.poll_by = 1;  // it looks by itself
+  mailbox.poll_by = 1;  // the loop has promised to poll
   CHECK(!rings());
   mailbox.poll_by = kForever;
   CHECK(rings());
@@ -246,7 +246,7 @@ TEST(a_table_starts_what_is_inactive_and_has_an_id_of_its_own) {
     const Restart restart{ids[name], std::nullopt};
     return of.Start(&restart, &address, 1, &handle) == 1;
   };
-  // All that are taken are complete.
+  // Takes all submitted entries, and completes them.
   const auto take = [&] {
     table.TakeSubmitted(&taken);
     table.Deactivate(taken);
@@ -272,7 +272,7 @@ TEST(a_table_starts_what_is_inactive_and_has_an_id_of_its_own) {
     table.Forget(b);
     CHECK(!start(table, "b"));
     CHECK(start(table, "a"));
-    table.Forget(a);  // active
+    table.Forget(a);  // while it is active
     CHECK_EQ(table.Find("a")->cache_id, uint64_t{0});
     CHECK_EQ(take(), size_t{1});
     CHECK(!start(table, "a"));
@@ -319,16 +319,16 @@ TEST(a_waiter_for_many_of_which_one_is_released_is_told) {
   CHECK(table.Poll(handles[0]) == HandleState::kDone);
 }
 
-// A submitter wakes the loop unless the loop has promised to poll (Mailbox::Submitted). Were
-// one wake lost, nothing else would find the request here: no housekeeping, and in a world of one
-// rank no message.
+// A submitter wakes the loop unless the loop has promised to poll (Mailbox::Submitted). If a wake
+// were lost, nothing else would find the request: there are no periodic checks here and, with one
+// rank, no messages.
 TEST(every_request_that_nobody_waits_for_wakes_a_loop_that_does_not_look_by_itself) {
   constexpr TimeNs kLost = 10 * kSecond;
   constexpr size_t kMost = 20;
   EngineConfig config;
   config.checks_ns = kForever;
   for (int size : {1, 2}) {
-    // By rank; they outlive the engines, which may still have what was lost.
+    // By rank. They outlive the engines, which may still hold lost requests.
     std::vector<std::vector<std::vector<float>>> all(
         2, std::vector<std::vector<float>>(kMost, std::vector<float>(1, 1.0f)));
     Play(size, config, [&all](Player& player) {
@@ -348,8 +348,8 @@ TEST(every_request_that_nobody_waits_for_wakes_a_loop_that_does_not_look_by_itse
       };
       bool found = true;
       for (int round = 0; round < (player.size == 1 ? 2000 : 500) && found; ++round) {
-        // A burst, after which the loop looks by itself, and some that come just too slowly for it
-        // to go on so: each may come while it stops, or while it is driven meanwhile.
+        // A burst, after which the loop polls, and then requests that come just too slowly for it
+        // to keep polling. Each may come while the loop stops polling, or while a caller runs it.
         const size_t burst = same() % 6, waited_for = same() % (4 * kMost);
         for (size_t i = 0; i < kMost && found; ++i) {
           const TimeNs pause = own() % 32 == 0 ? 300 : i < burst ? 0 : 6 + own() % 12;

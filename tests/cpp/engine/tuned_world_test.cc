@@ -1,5 +1,5 @@
-// Rung 2: engines that tune, N ranks as threads. What comes out must be what comes out without;
-// when anything is held for ever, the watchdog of Wait says so.
+// Rung 2: engines that tune, with ranks as threads. Results must be the same as without tuning. A
+// request that is held forever fails in Wait.
 #include <unistd.h>
 
 #include <algorithm>
@@ -34,7 +34,7 @@ float Value(size_t tensor, int step, int rank) {
   return static_cast<float>(tensor + 1) * static_cast<float>(rank + 1) + static_cast<float>(step);
 }
 
-// One step of the tensors `names` among `ranks`; checks every sum.
+// Runs a step of the tensors `names` among `ranks`, and checks every sum.
 void TakeStep(Player& player, const std::vector<std::string>& names, int step, TimeNs pause,
               int32_t process_set, const std::vector<int>& ranks) {
   std::vector<std::vector<float>> data;
@@ -72,7 +72,7 @@ TEST(sums_are_the_same_with_tuning_and_without) {
   for (const int size : {1, 2, 3, 5}) {
     for (const EngineConfig& config : {Tuned(), EngineConfig()}) {
       Play(size, config, [](Player& player) {
-        std::mt19937 random(hororing_test::Seed());  // alike on all ranks
+        std::mt19937 random(hororing_test::Seed());  // the same on all ranks
         for (int step = 0; step < 60; ++step) {
           std::vector<std::string> names = Layers(10);
           if (random() % 8 == 0) names.resize(1 + random() % 10);
@@ -85,7 +85,7 @@ TEST(sums_are_the_same_with_tuning_and_without) {
   }
 }
 
-// Cycle times are tried, and all ranks end up with the same one.
+// The tuner tries cycle times, and all ranks end with the same one.
 TEST(all_ranks_try_the_same_and_settle_on_it) {
   std::string log = std::string(P_tmpdir) + "/hororing_tuned." + std::to_string(getpid());
   for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 2}, Hosts{0, 0}}) {
@@ -95,7 +95,7 @@ TEST(all_ranks_try_the_same_and_settle_on_it) {
     config.tune_log = log;
     std::array<std::atomic<TimeNs>, 4> cycle_times{};
     PlayOn(hosts, config, [&](Player& player) {
-      // Rank 0 says when it is over: a file that ends in "best".
+      // Rank 0 tells the others when its log has the line "best".
       float over = 0;
       for (int step = 0; step < 400 && over == 0; ++step) {
         for (const size_t elements : {size_t{100}, size_t{100000}, size_t{1200000}}) {

@@ -1,4 +1,4 @@
-// Copies, wherever source and target lie in their pages.
+// Copies between any positions of source and target in their pages.
 #include "base/copy.h"
 
 #include <cstdint>
@@ -14,8 +14,8 @@ using namespace hororing;
 
 constexpr size_t kPage = 4096, kGuard = 128;
 
-// `bytes` from the beginning of a page to so far into another; whether they have arrived, and
-// nothing but they.
+// Copies from the beginning of a page to the offset `into_page` of another. Returns whether these
+// bytes, and no others, have arrived.
 bool Arrives(size_t bytes, size_t into_page) {
   std::vector<uint8_t> memory(2 * kPage + 2 * (bytes + kPage) + 2 * kGuard, 0xEE);
   const uintptr_t begin = reinterpret_cast<uintptr_t>(memory.data());

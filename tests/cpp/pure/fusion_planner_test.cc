@@ -71,7 +71,7 @@ TEST(every_item_is_in_exactly_one_batch_of_one_key_within_the_threshold) {
     const auto padded = [&](size_t at) { return (items[at].bytes + 63) / 64 * 64; };
     for (const auto& batch : PlanFusion(items, threshold)) {
       CHECK(!batch.empty());
-      // It was not begun in vain: its first item did not fit into the one before.
+      // A batch begins only with an item that did not fit into the previous one.
       int64_t before = padded(batch[0]);
       for (const size_t at : previous) before += at < batch[0] ? padded(at) : 0;
       CHECK(previous.empty() || threshold == 0 || before > threshold);

@@ -1,5 +1,5 @@
-// float16 and bfloat16, all of them: the numbers of half.h and the vectors of every kernel set
-// against an oracle that knows the formats only as tables of values.
+// All values of float16 and bfloat16: half.h and the vectors of every kernel set, against an oracle
+// that knows the formats only as tables of values.
 
 #include <algorithm>
 #include <cmath>
@@ -36,8 +36,8 @@ const Format kFormats[] = {
     {"float16", DataType::kFloat16, 5, 10, &HalfToFloat, &FloatToHalf},
     {"bfloat16", DataType::kBfloat16, 8, 7, &Bfloat16ToFloat, &FloatToBfloat16}};
 
-// From the definition of the format; infinity's pattern is read as the number that would follow
-// the largest one, so that the table also says where overflow begins.
+// From the definition of the format. The pattern of infinity stands for the number after the
+// largest one, so that the table also shows where overflow begins.
 double ValueOf(const Format& format, uint16_t bits) {
   const int exponent = (bits & 0x7FFF) >> format.fraction_bits;
   const int fraction = bits & ((1 << format.fraction_bits) - 1);
@@ -56,7 +56,7 @@ std::vector<double> NonNegativeValues(const Format& format) {
   return values;
 }
 
-// Nearest in the table; of two equally near, the even pattern.
+// The nearest value in the table; of two equally near ones, that with the even pattern.
 uint16_t Nearest(const Format& format, const std::vector<double>& values, float number) {
   const double size = std::fabs(static_cast<double>(number));
   const auto above = std::lower_bound(values.begin(), values.end(), size);
@@ -76,14 +76,14 @@ std::string Hex(uint32_t bits) {
   return text;
 }
 
-// Floats whose rounding is interesting: every value, every middle of two neighbours, and the
-// floats beside these; and any at random.
+// Floats for rounding: every value, every middle of two neighbours, the floats next to these, and
+// random ones.
 std::vector<float> Interesting(const Format& format) {
   std::vector<float> numbers;
   const std::vector<double> values = NonNegativeValues(format);
   for (size_t i = 0; i < values.size(); ++i) {
     for (const double at : {values[i], i == 0 ? 0.0 : (values[i] + values[i - 1]) / 2}) {
-      const float number = static_cast<float>(at);  // exact, but for bfloat16's overflow
+      const float number = static_cast<float>(at);  // exact, except for bfloat16's overflow
       for (const float each :
            {number, std::nextafter(number, kInfinity), std::nextafter(number, -kInfinity)}) {
         numbers.push_back(each);
@@ -127,7 +127,7 @@ TEST(every_number_survives_the_way_through_float32) {
   for (const Format& format : kFormats) {
     for (const uint16_t bits : AllPatterns()) {
       const uint16_t back = format.encode(format.decode(bits));
-      // Not-a-number becomes quiet: the highest bit of the fraction.
+      // A NaN becomes quiet: this sets the highest bit of the fraction.
       const unsigned quiet = format.is_nan(bits) ? 1u << (format.fraction_bits - 1) : 0u;
       CHECK_EQ(back, static_cast<uint16_t>(bits | quiet));
     }

@@ -47,7 +47,7 @@ Coordinator::Options Options(int size) {
   return options;
 }
 
-// One of each request.
+// A report with one of each request.
 std::vector<Decision> Apart(const std::vector<Decision>& decisions) {
   std::vector<Decision> apart;
   for (const Decision& decision : decisions) {
@@ -127,7 +127,7 @@ TEST(cached_reports_are_agreed_by_id_and_mix_with_full_ones) {
   CHECK(agreement->decisions[0].kind == Decision::Kind::kFail);
   CHECK(Contains(agreement->decisions[0].details().status.message(), "rank 0: [4]; rank 1: [5]"));
 
-  // Both change it: a new id.
+  // Both ranks change it, which makes a new id.
   for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("x", {5})}), 3);
   agreement = coordinator.Decide();
   CHECK(agreement->decisions[0].kind == Decision::Kind::kRun);
@@ -168,7 +168,7 @@ TEST(weights_are_told_with_every_decision_and_a_bad_one_is_an_error_for_all) {
   report(1, 0);
   report(2, 2);
   decisions = decided();
-  CHECK_EQ(decisions.size(), size_t{1});  // both, since their weights are the same
+  CHECK_EQ(decisions.size(), size_t{1});  // one for both, since their weights are equal
   CHECK_EQ(decisions[0].count, uint64_t{2});
   CHECK(decisions[0].details().weights == (std::vector<double>{1, 0, 0.25, 1.25}));
 
@@ -184,7 +184,7 @@ TEST(weights_are_told_with_every_decision_and_a_bad_one_is_an_error_for_all) {
     CHECK(Contains(decisions[0].details().status.message(), "ranks 0,2: 1; rank 1: "));
   }
 
-  // None of what has joined, and a report in full beside those by id.
+  // A joined rank has no weight. One rank reports in full, the other by id.
   Request join;
   join.name = "join";
   join.kind = Collective::kJoin;
@@ -203,7 +203,7 @@ TEST(gathered_rows_travel_with_the_agreement_and_are_cached) {
   auto agreement = coordinator.Decide();
   CHECK(agreement->decisions[0].details().rows == (std::vector<int64_t>{2, 0}));
   const uint64_t id = agreement->decisions[0].cache_id;
-  // Rank 1 gathers more rows this time, rank 0 as many as before.
+  // Rank 1 gathers more rows this time; rank 0 does not.
   Report cached;
   cached.cached = {id};
   coordinator.Receive(0, cached, 1);
@@ -221,7 +221,7 @@ TEST(evicted_ids_are_understood_until_every_rank_knows) {
   for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("b")}), 1);
   auto agreement = coordinator.Decide();
   CHECK(agreement->evicted == std::vector<uint64_t>{a});
-  // Both reports of `a` were on their way when the eviction was agreed.
+  // Both reports of `a` were in transit when the eviction was agreed.
   Report late;
   late.applied = 1;
   late.cached = {a};
@@ -288,13 +288,13 @@ TEST(every_property_that_must_agree_is_checked) {
 TEST(what_all_have_reported_goes_at_once) {
   Coordinator coordinator(Options(2));
   coordinator.Receive(0, Fresh({Allreduce("a"), Allreduce("b")}), 0);
-  CHECK_EQ(coordinator.NextDeadline(), kSecond / 2);  // to see whether rank 1 gives signs of life
+  CHECK_EQ(coordinator.NextDeadline(), kSecond / 2);  // to check that rank 1 is alive
   coordinator.Receive(1, Fresh({Allreduce("a")}), 10);
   CHECK_EQ(coordinator.NextDeadline(), TimeNs{0});
   CHECK_EQ(coordinator.Decide()->decisions.size(), size_t{1});
 }
 
-// All ranks cut it at the threshold, alike: no more messages than one. What is urgent is the last.
+// One message is enough, because all ranks cut the agreement at the threshold in the same way.
 TEST(one_agreement_has_all_that_is_ready_in_the_order_of_calls) {
   Coordinator coordinator(Options(2));
   const std::vector<std::string> order = {"a", "b", "c", "barrier"};
@@ -378,7 +378,7 @@ TEST(a_name_that_waits_in_every_step_does_not_add_up_to_a_stall) {
   Coordinator::Options options = Options(2);
   options.stall.warning_ns = 4 * kSecond;
   Coordinator coordinator(options);
-  // "x" and "y" wait for rank 1 in turns, at every look one of them, none for a second.
+  // At every inspection, either "x" or "y" waits for a rank, but never for a second.
   for (TimeNs now = 0; now <= 30 * kSecond; now += kSecond) {
     coordinator.Receive(0, Fresh({Allreduce("x")}), now);
     if (now > 0) coordinator.Receive(1, Fresh({Allreduce("y")}), now + kSecond / 4);
@@ -391,8 +391,8 @@ TEST(a_name_that_waits_in_every_step_does_not_add_up_to_a_stall) {
   }
 }
 
-// What is decided at the inspection of each second, with `says` to tell who says that it is
-// blocked.
+// Inspects once a second; `says` decides which ranks report that they are blocked. Returns the
+// error of the deadlock, if there is one.
 std::optional<Status> DeadlockWithin(int seconds, Coordinator& coordinator,
                                      const std::function<bool(int rank, int second)>& says) {
   for (int second = 0; second <= seconds; ++second) {
@@ -428,7 +428,7 @@ TEST(ranks_that_wait_for_one_another_are_a_deadlock_once_all_have_been_blocked_f
                  "allreduce 'gradient': submitted by ranks 0,2,3, missing rank 1"));
   CHECK(
       Contains(status->message(), "allreduce 'metric': submitted by rank 1, missing ranks 0,2,3"));
-  // One that computes may submit anything; so may one that is blocked no more, or now and then.
+  // A rank that computes may submit anything, and so may one that is not blocked all the time.
   CHECK(!begin([](int rank, int) { return rank != 3; }).has_value());
   CHECK(!begin([](int rank, int second) { return rank != 3 || second < 10; }).has_value());
   CHECK(!begin([](int rank, int second) { return rank != 3 || second % 8 < 4; }).has_value());
@@ -477,7 +477,7 @@ TEST(a_rank_that_has_joined_ends_no_deadlock) {
   CHECK(DeadlockWithin(30, coordinator, [](int rank, int) { return rank < 2; }).has_value());
 }
 
-// A rank that was blocked computes once it has its answer, and says so only with its next report.
+// A blocked rank computes once it has its result, but says so only in its next report.
 TEST(nobody_is_blocked_any_more_when_what_may_have_blocked_them_is_decided) {
   Coordinator::Options options = Options(3);
   options.stall.deadlock_ns = 10 * kSecond;
@@ -493,9 +493,9 @@ TEST(nobody_is_blocked_any_more_when_what_may_have_blocked_them_is_decided) {
   cached_x.cached = {1};
   cached_y.cached = {2};
   struct Case {
-    Report x, y;   // of ranks 1 and 2, and of rank 1
+    Report x, y;   // x: of ranks 1 and 2; y: of rank 1
     Report late;   // of rank 0
-    bool by_runs;  // they pend as such until nobody has looked
+    bool by_runs;  // no inspection splits the runs of pending requests
   };
   for (const Case& each :
        {Case{Fresh({Allreduce("x")}), Fresh({y}), Fresh({Allreduce("x")}), false},
@@ -516,7 +516,7 @@ TEST(nobody_is_blocked_any_more_when_what_may_have_blocked_them_is_decided) {
     coordinator.Receive(0, each.late, now);
     CHECK_EQ(coordinator.Decide()->decisions.size(), size_t{1});
     CHECK(coordinator.InspectStalls(now + kSecond).abort.ok());
-    for (int more = 0; more < 12; ++more) {  // the next one takes its time again
+    for (int more = 0; more < 12; ++more) {  // the next deadlock takes its time again
       now += kSecond;
       for (const int rank : {1, 2}) coordinator.Receive(rank, blocked, now);
       CHECK_EQ(coordinator.InspectStalls(now).abort.ok(), more < 10);
@@ -531,8 +531,8 @@ TEST(ranks_are_listed_shortly) {
   CHECK_EQ(RanksText({0, 1, 2, 5}), std::string("ranks 0-2,5"));
 }
 
-// Any interleaving of reports: every request is decided exactly once, with the same ids on
-// members that apply the agreements, under caches of any size.
+// Under any interleaving of reports and any cache size, every request is decided exactly once, and
+// members that apply the agreements have the same ids.
 TEST(random_schedules_decide_everything_exactly_once) {
   std::mt19937 random(hororing_test::Seed());
   for (int round = 0; round < 200; ++round) {
@@ -560,7 +560,7 @@ TEST(random_schedules_decide_everything_exactly_once) {
       ++now;
       Member& member = members[random() % members.size()];
       const int rank = static_cast<int>(&member - members.data());
-      if (random() % 2 == 0) {  // report some
+      if (random() % 2 == 0) {  // report some requests
         Report report;
         report.applied = member.applied;
         for (size_t i = 0; i < member.todo.size(); ++i) {
@@ -631,7 +631,7 @@ TEST(what_is_tuned_travels_in_an_agreement) {
   CHECK_EQ(decoded.decisions[0].details().cycle_time_ns, 5 * kMillisecond);
 }
 
-// Whatever there is between them, and however many they are.
+// Any number of consecutive ids, with anything between them.
 TEST(ids_that_follow_one_another_travel_as_one) {
   std::mt19937 random(hororing_test::Seed());
   for (int round = 0; round < 200; ++round) {
@@ -640,7 +640,7 @@ TEST(ids_that_follow_one_another_travel_as_one) {
     uint64_t id = random() % 1000;
     const size_t runs = random() % 8;
     for (size_t run = 0; run < runs; ++run) {
-      // Some longer than fits.
+      // Some runs are longer than the limit.
       const size_t length = random() % 50 == 0 ? 140000 : 1 + random() % 40;
       const int32_t process_set = static_cast<int32_t>(random() % 2);
       for (size_t i = 0; i < length; ++i, ++id) {
@@ -680,7 +680,7 @@ TEST(runs_that_no_message_may_have_are_refused) {
   Report report;
   report.cached = {7};
   const std::string whole = Encode(report);
-  const size_t place = whole.find('\7') - 1;  // how many there are
+  const size_t place = whole.find('\7') - 1;  // the length of the run
   CHECK_EQ(whole[place], '\1');
   Report ignored;
   std::string longer = whole;

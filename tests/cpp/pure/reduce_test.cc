@@ -1,9 +1,9 @@
 // The reduction kernels of every instruction set against a naive oracle, bit by bit.
 //
-// The oracle computes float32 (and what accumulates in it) in float64 and rounds after each
-// step: 53 bits are more than 2 * 24 + 2, so the second rounding changes nothing (Figueroa,
-// "When is double rounding innocuous?", 1995). float64 is computed as it is. Integers are
-// computed in 128 bits.
+// The oracle computes float32, and types that accumulate in float32, in float64, and rounds after
+// each step: 53 bits are more than 2 * 24 + 2, so the second rounding changes nothing (Figueroa,
+// "When is double rounding innocuous?", 1995). float64 is computed in float64, and integers in 128
+// bits.
 
 #include <cmath>
 #include <cstdint>
@@ -125,7 +125,7 @@ Int128 ReadInteger(DataType dtype, const void* data, size_t i) {
     default: return Read<int64_t>(data, i);
   }
 }
-// Little-endian, as every machine here.
+// Little-endian, like all supported machines.
 void WriteInteger(DataType dtype, void* data, size_t i, Int128 value) {
   const size_t bytes = ElementSize(dtype);
   std::memcpy(static_cast<unsigned char*>(data) + i * bytes, &value, bytes);
@@ -181,7 +181,7 @@ Bytes Oracle(const ReduceSpec& spec, int divisor, const std::vector<Bytes>& sour
     if (IsFloat(spec.dtype)) {
       WriteReal(spec.dtype, result.data(), i, OneReal(spec, divisor, sources, i));
     } else if (spec.dtype == DataType::kBool) {
-      // Of one source all bytes stay what they are; any but 0 is true.
+      // A single source is copied byte by byte. Any value but 0 is true.
       result[i] = sources.size() == 1 ? sources[0][i] : OneBool(spec, sources, i) ? 1 : 0;
     } else {
       WriteInteger(spec.dtype, result.data(), i, OneInteger(spec, divisor, sources, i));
@@ -190,7 +190,7 @@ Bytes Oracle(const ReduceSpec& spec, int divisor, const std::vector<Bytes>& sour
   return result;
 }
 
-// Equal bits, or not-a-number in both.
+// Equal bits, or NaN in both.
 bool Same(DataType dtype, const void* a, const void* b, size_t n) {
   const size_t element = ElementSize(dtype);
   for (size_t i = 0; i < n; ++i) {
@@ -205,13 +205,13 @@ bool Same(DataType dtype, const void* a, const void* b, size_t n) {
 
 // ---- values ----
 
-// Ordinary numbers, and the edges of the type. At most one not-a-number meets another rarely.
+// Ordinary numbers, and the limits of the type. Two NaNs rarely meet.
 Bytes RandomValues(DataType dtype, size_t n, std::mt19937& random) {
   Bytes values(n * ElementSize(dtype));
   const double special[] = {0.0, -0.0, INFINITY, -INFINITY, NAN, 1e-40, -6e-8, 65504, 3e38, 1e-310};
   for (size_t i = 0; i < n; ++i) {
     if (dtype == DataType::kBool) {
-      values[i] = static_cast<unsigned char>(random() % 3 == 0 ? 0 : random());  // true: not zero
+      values[i] = static_cast<unsigned char>(random() % 3 == 0 ? 0 : random());  // true: not 0
     } else if (IsFloat(dtype)) {
       const double ordinary = (static_cast<double>(random() % 2000001) - 1e6) / 65536.0;
       WriteReal(dtype, values.data(), i, random() % 16 == 0 ? special[random() % 10] : ordinary);
@@ -440,7 +440,7 @@ TEST(weighted_averages_equal_the_oracle_whole_and_in_partials) {
         spec.weights = &weights;
         Bytes whole(kN * ElementSize(dtype)), result = whole;
         ReduceMany(spec, 7, whole.data(), Pointers(sources).data(), static_cast<int>(ranks), kN);
-        std::vector<double> sum(kN), own(kN);  // room for any partials
+        std::vector<double> sum(kN), own(kN);  // large enough for all types of partial results
         for (size_t s = 0; s < ranks; ++s) {
           spec.prescale = weights[s];
           StartPartial(spec, s == 0 ? sum.data() : own.data(), sources[s].data(), kN);

@@ -1,4 +1,4 @@
-// Requests that are reported and agreed by their ids: the same is decided as of requests in full.
+// Requests reported by their ids lead to the same decisions as requests reported in full.
 #include <algorithm>
 #include <map>
 #include <random>
@@ -47,7 +47,7 @@ Request Allreduce(const std::string& name, int64_t elements = 4, int32_t process
   return request;
 }
 
-// A coordinator and what its ranks know of it.
+// A coordinator, and the knowledge of its ranks.
 class World {
  public:
   World(int size, int cache_capacity) : coordinator(Options(size, cache_capacity)) {}
@@ -66,7 +66,7 @@ class World {
     coordinator.Receive(rank, report, now);
   }
 
-  // "run x as 1", "fail y: why", "forget z", in order; none where nothing is decided.
+  // Returns the decisions in order: "run x as 1", "fail y: why", "forget z".
   std::vector<std::string> Decide() {
     std::vector<std::string> said;
     while (const auto agreement = coordinator.Decide()) {
@@ -98,7 +98,7 @@ class World {
     return said;
   }
 
-  // Of all ranks, as they ask for it next.
+  // The next request of all ranks with this name.
   void Asks(const Request& request) { asked_[Key(request)] = request; }
 
   Coordinator coordinator;
@@ -128,7 +128,7 @@ std::vector<std::string> TitlesOf(World& world) {
   return titles;
 }
 
-// By name, without what is about ids. What is new in a report is counted after what is known.
+// The decisions without ids, sorted, because a report has new requests after known ones.
 std::vector<std::string> NamesOf(std::vector<std::string> said) {
   std::vector<std::string> names;
   for (std::string& each : said) {
@@ -153,7 +153,7 @@ TEST(reports_by_id_come_to_the_decisions_of_reports_in_full) {
       for (int n = 0; n < names; ++n) {
         if (random() % 16 == 0) continue;
         std::string name = "t" + std::to_string(n);
-        if (random() % 32 == 0) name += "." + std::to_string(step);  // for this once
+        if (random() % 32 == 0) name += "." + std::to_string(step);  // a name used only once
         // Another shape than before, on all ranks or on one.
         const int64_t elements = random() % 32 == 0 ? 5 : 4;
         const size_t odd = random() % 64 == 0 ? random() % todo.size() : todo.size();
@@ -226,7 +226,7 @@ TEST(what_was_agreed_upon_longest_ago_is_forgotten_first_by_id_too) {
   CHECK(ask({"g"}) == (std::vector<std::string>{"run g as 7", "forget 1"}));
 }
 
-// Its ranks are other members than those of the world are.
+// A rank's index in the set differs from its rank in the world.
 TEST(requests_of_a_process_set_wait_for_its_members_alone) {
   World world(4, 100);
   Request add;

@@ -1,5 +1,4 @@
-// Rung 1: how the coordinator's queue is tuned; on a clock that is a number, over a network that is
-// a formula.
+// Rung 1: the tuning of the coordinator's queue, with a simulated clock and network.
 #include <algorithm>
 #include <functional>
 #include <map>
@@ -18,13 +17,13 @@ namespace {
 
 using Names = std::vector<std::string>;
 
-// Two ranks that submit the same tensors at the same time, and cache and forget as the engine's do.
+// Two ranks that submit the same tensors at the same time, and cache and forget ids like engines.
 class World {
  public:
   World(const Coordinator::Options& options, std::function<double(int64_t)> seconds)
       : coordinator(options), seconds_(std::move(seconds)) {}
 
-  // A step: all of `tensors` are submitted, then carried out.
+  // Runs a step: submits all `tensors`, then reduces them.
   void Play(const std::vector<Request>& tensors) {
     batches.clear();
     Report report;
@@ -44,8 +43,8 @@ class World {
   }
 
   Coordinator coordinator;
-  std::vector<Names> batches;        // of the latest step, as they were agreed
-  TimeNs cycle_time = 0, tried = 0;  // the latest; with which the latest tensor was reduced
+  std::vector<Names> batches;        // of the latest step, in the order of agreement
+  TimeNs cycle_time = 0, tried = 0;  // the latest one; the one of the latest batch
 
  private:
   void Run(const Agreement& agreement) {
@@ -78,7 +77,7 @@ class World {
     batches.push_back(std::move(batch));
   }
 
-  std::function<double(int64_t)> seconds_;  // that a batch of so many bytes takes
+  std::function<double(int64_t)> seconds_;  // of a batch, by its bytes
   TimeNs now_ = kSecond;
   std::map<std::string, int64_t> bytes_;
   std::map<std::string, uint64_t> ids_;
@@ -107,7 +106,7 @@ std::vector<Request> Layers(size_t count, int64_t bytes) {
 
 TEST(a_step_ends_when_one_of_its_tensors_comes_again) {
   StepWatch watch;
-  watch.Ran(5, 50);                            // of what was there before
+  watch.Ran(5, 50);                            // a batch from before
   CHECK(!watch.Submitted(0, 90).has_value());  // not cached
   CHECK(!watch.Submitted(1, 100).has_value());
   CHECK(!watch.Submitted(2, 110).has_value());
@@ -142,13 +141,13 @@ TEST(nothing_is_tuned_by_what_is_not_of_all_ranks_or_no_allreduce) {
   CHECK(!tuned(Collective::kAllreduce, 1));
 }
 
-// Ranks forget an evicted id when they hear of it: not before all that goes by it was agreed on.
+// Ranks forget an evicted id when they apply the eviction, which must follow all requests by it.
 TEST(an_id_that_the_rest_of_a_cut_queue_goes_by_is_not_evicted_before_it) {
   Tuner::Options tune;
   tune.tune_cycle_time = false;
   tune.steps_per_sample = 1;
   Coordinator::Options options = Tuned(tune);
-  options.cache_capacity = 5;  // the last ones take the places of two that are in the queue
+  options.cache_capacity = 5;  // the last two evict ids that are in the queue
   World world(options, [](int64_t) { return 1e-3; });
   size_t most = 0;
   for (int i = 0; i < 100; ++i) {
@@ -157,13 +156,13 @@ TEST(an_id_that_the_rest_of_a_cut_queue_goes_by_is_not_evicted_before_it) {
     world.Play(step);
     most = std::max(most, world.batches.size());
   }
-  CHECK(most > 1);  // some thresholds cut it
+  CHECK(most > 1);  // some thresholds cut the queue
 }
 
 TEST(tuning_settles_on_the_fastest_threshold_and_writes_down_how) {
   Tuner::Options tune;
   tune.steps_per_sample = 2;
-  // What does not fit into the cache costs far more than its latency.
+  // Batches that do not fit into the cache take much longer.
   World world(Tuned(tune), [](int64_t bytes) {
     return 1e-4 + (bytes > 8 << 20 ? 1e-8 : 1e-9) * static_cast<double>(bytes);
   });
@@ -178,16 +177,16 @@ TEST(tuning_settles_on_the_fastest_threshold_and_writes_down_how) {
   CHECK_EQ(tuner.setting().fusion_bytes, int64_t{8} << 20);
   CHECK(log.front().find("fusion_bytes") != std::string::npos);
   CHECK(log.back().find(",best,8388608,") != std::string::npos);
-  // 3 of warming up, then 9 candidates once, 5 twice, 3 four times, 2 eight times.
+  // 3 warm-up samples, then 9 candidates once, 5 twice, 3 four times, 2 eight times.
   CHECK_EQ(log.size(), size_t{1 + 3 + 9 + 10 + 12 + 16 + 1});
   world.Play(step);
   for (const Names& batch : world.batches) CHECK(batch.size() <= 8);
 }
 
-// A process that is not scheduled for a while, or a packet that is sent again.
+// The process was not scheduled for a while, or a packet was sent again.
 TEST(one_slow_step_does_not_decide_between_two) {
   Tuner::Options options;
-  options.initial = {512 << 10, 0};  // an eighth of it is the least
+  options.initial = {512 << 10, 0};  // the smallest candidate is an eighth of it
   options.warmup_samples = 0;
   options.steps_per_sample = 1;
   for (int slow = 0; slow < 6; ++slow) {
@@ -217,7 +216,7 @@ TEST(all_ranks_hear_of_what_is_tried_before_the_step_that_tries_it) {
     const TimeNs before = world.cycle_time;
     world.Play(step);
     changes += world.cycle_time == before ? 0 : 1;
-    CHECK_EQ(world.cycle_time, world.tried);  // by the batches of this step
+    CHECK_EQ(world.cycle_time, world.tried);  // its batches were reduced with it
   }
   CHECK(tuner.done());
   CHECK(changes > 5);

@@ -29,7 +29,7 @@ double Dot(const Vector& a, const Vector& b) {
   for (size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
   return sum;
 }
-// Of the ranks [begin, begin + count).
+// Combines the ranks [begin, begin + count).
 Vector Oracle(const PerRank& inputs, size_t begin, size_t count) {
   if (count == 1) return inputs[begin];
   const Vector a = Oracle(inputs, begin, count / 2);
@@ -53,7 +53,7 @@ std::vector<std::vector<Bytes>> RunAdasum(const char* kind, const ReduceSpec& sp
   const int size = static_cast<int>(tensors[0].size());
   std::vector<size_t> elements;
   for (const PerRank& tensor : tensors) elements.push_back(tensor[0].size());
-  // Where element i of tensor t lies: chunk by chunk of all tensors.
+  // The place of element i of tensor t: the buffer has chunk by chunk of all tensors.
   std::vector<std::vector<size_t>> place(tensors.size());
   size_t total = 0;
   for (int position = 0; position < size; ++position) {
@@ -101,7 +101,7 @@ Vector AdasumOf(DataType dtype, const PerRank& inputs) {
   return Numbers(dtype, RunAdasum("inproc", {dtype, ReduceOp::kAdasum, 1, 1}, {inputs})[0][0]);
 }
 
-// Numbers as the type holds them; some ranks have larger ones than others.
+// Numbers that the type represents exactly; some ranks have larger ones than others.
 PerRank RandomInputs(DataType dtype, int size, size_t n, std::mt19937& random) {
   PerRank inputs;
   for (int r = 0; r < size; ++r) {
@@ -140,9 +140,9 @@ TEST(adasum_is_the_recursion_over_pairs) {
             }
             const Vector expected = Oracle(tensors[t], 0, static_cast<size_t>(size));
             const Vector result = Numbers(dtype, results[0][t]);
-            // The working type's roundings, a few per level, change a combination by so many units
-            // of the larger vector, of which a result has up to `size`; sums over n numbers have
-            // an error of n units of float64. Then the result's own rounding.
+            // The working type rounds a few times per level, by units of the larger vector; a
+            // result may have `size` times its magnitude. Sums over n numbers have an error of n
+            // units of float64. Finally, the result is rounded to its type.
             const double n = static_cast<double>(expected.size());
             const double unit =
                 dtype == DataType::kFloat64 ? std::exp2(-53) * (16 + n) : std::exp2(-24) * 32;
@@ -180,7 +180,7 @@ TEST(a_tensor_has_the_same_bits_whatever_it_is_fused_with) {
   }
 }
 
-// ---- what makes it Adasum ----
+// ---- the properties of Adasum ----
 
 TEST(equal_vectors_are_averaged) {
   for (const int size : kPowers) {
@@ -203,7 +203,7 @@ TEST(parallel_vectors_are_averaged) {
 TEST(orthogonal_vectors_are_summed) {
   for (const int size : kPowers) {
     for (const DataType dtype : kFloats) {
-      // Rank r has element r alone, and then they meet in pairs again and again.
+      // Only element r of rank r is not zero, so the vectors of every pair are orthogonal.
       PerRank inputs;
       Vector sum;
       for (int r = 0; r < size; ++r) {
@@ -228,8 +228,8 @@ TEST(a_zero_vector_is_neutral) {
 }
 
 TEST(sixteen_bit_floats_are_rounded_once) {
-  // Numbers are parallel, so they are averaged: 1025.5 and 1025, then 1025.25. float16 has whole
-  // numbers there, and would have made 1026 and 1025 of the first, which gives 1026.
+  // Parallel vectors are averaged: 1025.5 and 1025, then 1025.25. In float16, which has only
+  // integers there, the first pair would give 1026, and the result would be 1026.
   CHECK(AdasumOf(DataType::kFloat16, {{1025}, {1026}, {1025}, {1025}}) == (Vector{1025}));
 }
 

@@ -1,5 +1,5 @@
-// The collectives over worlds of threads: allreduce, allgather, broadcast, barrier; failures of
-// all; and what they are made of. The arithmetic of the kernels is the subject of reduce_test.cc.
+// The collectives over worlds of threads: allreduce, allgather, broadcast, barrier; the failures of
+// all collectives; and their parts. reduce_test.cc tests the arithmetic of the kernels.
 
 #include "collective/collectives.h"
 
@@ -179,8 +179,8 @@ TEST(scale_factors_are_applied_once_each) {
 }
 
 TEST(large_buffers_travel_in_segments) {
-  // 2 MiB and a bit: several segments per chunk, more than are posted ahead where there are two
-  // ranks, and chunks that do not end with a segment.
+  // A little over 2 MiB: several segments per chunk (for two ranks more than are posted ahead), and
+  // chunks that do not end with a whole segment.
   for (const char* kind : kKinds) {
     for (const int size : hororing_test::AllOrFew<int>({2, 5}, {2})) {
       hororing_test::RunWorld(MakeWorld(kind, size), [](Rank& rank) {
@@ -232,7 +232,7 @@ TEST(all_ranks_hold_the_same_bits_and_rank_order_is_reproducible) {
         }
         if (algorithm == Which::kRankOrder || algorithm == Which::kReproducible) {
           CHECK(results[0] == in_rank_order);
-          // Whatever an element is fused with.
+          // The bits do not depend on the elements that are fused.
           CHECK_EQ(std::memcmp(parts[0].data(), results[0].data(), parts[0].size()), 0);
         }
       }
@@ -295,7 +295,7 @@ TEST(allgather_joins_ragged_contributions_in_rank_order) {
         std::vector<std::vector<size_t>> cases;
         cases.emplace_back(ranks, size_t{0});
         cases.emplace_back(ranks, size_t{1});
-        cases.emplace_back(ranks, size_t{0});  // one rank alone has something
+        cases.emplace_back(ranks, size_t{0});  // only one rank has data
         cases.back()[ranks - 1] = 700001;
         cases.emplace_back();
         for (size_t r = 0; r < ranks; ++r) cases.back().push_back(r % 2 == 0 ? 0 : 1000 * r + 3);
@@ -335,7 +335,7 @@ TEST(broadcast_works_from_every_root_at_every_size) {
     for (const int size : kSizes) {
       hororing_test::RunWorld(MakeWorld(kind, size), [](Rank& rank) {
         for (int root = 0; root < rank.size(); ++root) {
-          // Up to several segments, so that trees and chains are among them.
+          // Up to several segments, so that both trees and chains occur.
           for (const size_t bytes :
                {size_t{0}, size_t{1}, size_t{1000}, size_t{300001}, size_t{6 << 20} + 1}) {
             if (bytes > 1000000 && root != rank.size() / 2) continue;
@@ -344,7 +344,7 @@ TEST(broadcast_works_from_every_root_at_every_size) {
             for (size_t i = 0; i < bytes && rank.rank() == root; ++i) {
               data[i] = Content(static_cast<size_t>(root), i);
             }
-            // Every other one in messages as between hosts.
+            // Every other one has message sizes as between hosts.
             const size_t segment_bytes = root % 2 == 0 ? 0 : 32 << 10;
             CHECK_OK(Broadcast(rank.transport, root, data.data(), bytes, Soon(), segment_bytes));
             CHECK_EQ(Open(rank.transport), 0u);
@@ -390,7 +390,7 @@ Status RunAlltoall(Transport& transport) {
   Bytes input(sizes.size() * 100000), result(sizes.size() * 100000);
   return AlltoallV(transport, input.data(), sizes, result.data(), sizes, Soon());
 }
-// Parts of several segments, of one, and of none. `segment_bytes` 0: the built-in length.
+// Parts of several segments, of one, and empty ones. `segment_bytes` 0: the built-in length.
 template <size_t unit, size_t segment_bytes>
 Status RunReduceScatter(Transport& transport) {
   std::vector<size_t> parts = {5 * unit * sizeof(float), 2 * unit * sizeof(float), 0, 40};
@@ -401,7 +401,7 @@ Status RunReduceScatter(Transport& transport) {
   return RankOrderReduceScatter(transport, {input.data(), parts, result.data(), spec}, scratch,
                                 Soon(), segment_bytes);
 }
-// In short segments, several of which are under way with every peer.
+// In short segments, several of which are in flight with every peer.
 Status RunStraightAllgather(Transport& transport) {
   const std::vector<size_t> sizes(static_cast<size_t>(transport.size()), 5000);
   Bytes input(5000), result(sizes.size() * 5000);
@@ -423,8 +423,8 @@ Status RunAdasum(Transport& transport) {
   return AdasumAllreduce(transport, spec, data.data(), {data.size()}, scratch, Soon());
 }
 
-// Those in segments have more of them than receives are posted ahead, but no larger buffers than
-// that takes: every one of their operations has a world of its own below.
+// Collectives in segments have more of them than receives are posted ahead, but no larger buffers
+// than that takes: below, each of their operations takes a world.
 constexpr Collectives kCollectives[] = {
     {"ring", &RunOnOnes<Which::kRing, 150001>},
     {"rank order", &RunOnOnes<Which::kRankOrder, 150001>},
@@ -439,13 +439,13 @@ constexpr Collectives kCollectives[] = {
     {"reduce-scatter, segments", &RunReduceScatter<2500, 4096>},
     {"Adasum", &RunAdasum}};
 
-// CheckedTransport and the sanitizers tell when a request is left open, waited for twice, or its
-// memory freed too early; the watchdog tells when somebody hangs.
+// CheckedTransport and the sanitizers notice a request that is left open or awaited twice, or whose
+// memory is freed too early; the watchdog notices a hang.
 TEST(a_transport_that_fails_at_operation_k_is_an_error_there_and_no_hang_elsewhere) {
   constexpr int kFaulty = 1;
   for (const char* kind : kKinds) {
     for (const int size : {2, 3, 4}) {
-      if (size == 4 && hororing_test::kSanitized) continue;  // most of the time, and nothing new
+      if (size == 4 && hororing_test::kSanitized) continue;  // slow, and finds nothing new
       for (const Collectives& collective : kCollectives) {
         if (size == 3 && collective.run == &RunAdasum) continue;  // powers of two only
         uint64_t operations = 0;
@@ -470,7 +470,7 @@ TEST(a_transport_that_fails_at_operation_k_is_an_error_there_and_no_hang_elsewhe
               CHECK(status.message().find("injected fault") != std::string::npos);
               rank.transport.AnnounceFailure({status.code(), status.message(), kFaulty});
             } else if (!status.ok()) {
-              // It hears of the fault from the rank itself, or from one that has heard of it.
+              // The error comes from the faulty rank, or from a rank that has received it.
               CHECK_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTransport));
               CHECK_EQ(status.rank(), kFaulty);
               rank.transport.AnnounceFailure(status);

@@ -1,5 +1,5 @@
 // The collectives by pairwise exchange over worlds of threads: alltoall and reduce-scatter, and the
-// all-gathers and sums that are made of them.
+// all-gathers and sums that use them.
 
 #include <cstring>
 #include <string>
@@ -22,13 +22,13 @@ using Sizes = std::vector<std::vector<size_t>>;  // [from][to], bytes
 std::vector<Sizes> AlltoallCases(size_t ranks) {
   std::vector<Sizes> cases(5, Sizes(ranks, std::vector<size_t>(ranks, 0)));
   for (size_t from = 0; from < ranks; ++from) {
-    for (size_t to = 0; to < ranks; ++to) {  // case 0: nothing at all
+    for (size_t to = 0; to < ranks; ++to) {  // case 0: everything is empty
       cases[1][from][to] = 1;
       cases[2][from][to] = (from * 7 + to * 13) % 5 * 100 + from % 2;  // ragged, also empty
       cases[3][from][to] = (from + 2 * to) % 3 == 0 ? 700001 + from : to;
     }
   }
-  cases[4][0][ranks - 1] = 300001;  // one pair alone has something
+  cases[4][0][ranks - 1] = 300001;  // only one pair has data
   return cases;
 }
 
@@ -145,7 +145,7 @@ TEST(reduce_scatter_takes_parts_of_any_size) {
             }
           }
         }
-        // Parts of none, two, three and four segments; and one rank alone that has something.
+        // Parts of zero, two, three and four segments; then only one rank has data.
         const ReduceSpec sum{DataType::kFloat64, ReduceOp::kSum, 1, 1};
         std::vector<size_t> parts;
         for (size_t r = 0; r < ranks; ++r) parts.push_back(40009 * (r % 4));
@@ -162,7 +162,7 @@ TEST(reduce_scatter_takes_parts_of_any_size) {
   }
 }
 
-// ---- and what is made of them ----
+// ---- collectives that use them ----
 
 TEST(ways_of_gathering_and_lengths_of_segments_change_no_byte) {
   for (const char* kind : kKinds) {
@@ -212,7 +212,7 @@ TEST(sums_in_rank_order_have_the_same_bits_in_segments_of_any_length) {
               options.gather = {nullptr, segment_bytes, segment_bytes != 1};
               Bytes data = Input(spec, rank.rank(), n);
               const Bytes expected = Expected(spec, rank.size(), data);
-              if (segment_bytes == 1 && n > 100) continue;  // of the gathering, one message a byte
+              if (segment_bytes == 1 && n > 100) continue;  // a message per byte
               AlgorithmUsed used = AlgorithmUsed::kNotCounted;
               CHECK_OK(Allreduce(rank.transport, {data.data(), n, spec}, options, scratch, Soon(),
                                  &used));

@@ -1,4 +1,4 @@
-// Copies for other cores: bytes arrive, in whatever way; and the way is the quicker one.
+// Copies for other cores: all bytes arrive, and the policy chooses the faster kind of stores.
 #include "base/shared_writer.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace {
 
 using namespace hororing;
 
-// A machine on which copies take so many nanoseconds per byte.
+// The time of copies on a machine, in ns per byte.
 struct Machine {
   double ordinary, streaming;
   TimeNs Took(bool streams, size_t bytes) const {
@@ -23,7 +23,7 @@ struct Machine {
 };
 constexpr Machine kOneCache{0.05, 0.035}, kTwoCaches{0.5, 0.07};
 
-// The share of bytes that were streamed, of so many MiB.
+// Copies `mib` MiB. Returns the share of them that was streamed.
 double ShareStreamed(StorePolicy* choice, const Machine& machine, size_t mib,
                      size_t piece = 16 << 10) {
   size_t streamed = 0;
@@ -58,7 +58,7 @@ TEST(they_stream_between_caches_from_the_first_megabyte_on) {
 TEST(they_follow_threads_that_are_moved) {
   StorePolicy choice;
   ShareStreamed(&choice, kOneCache, 256);
-  // Ordinary ones are judged every megabyte, the others every 32nd time.
+  // The policy judges ordinary stores every megabyte, and streaming ones every 32nd time.
   ShareStreamed(&choice, kTwoCaches, 100);
   CHECK(ShareStreamed(&choice, kTwoCaches, 256) > 0.99);
   ShareStreamed(&choice, kOneCache, 100);
@@ -85,7 +85,7 @@ TEST(a_thread_that_lost_its_core_now_and_then_changes_nothing) {
   }
 }
 
-// Page faults are as dear for either.
+// Page faults cost both kinds the same.
 TEST(new_memory_is_not_mistaken_for_slow_stores) {
   StorePolicy choice;
   ShareStreamed(&choice, {2.0, 2.0}, 6);
@@ -98,7 +98,7 @@ TEST(little_is_gained_by_streaming_where_it_is_a_bit_faster) {
   StorePolicy choice;
   ShareStreamed(&choice, {0.1, 0.05}, 256);
   CHECK(ShareStreamed(&choice, {0.1, 0.05}, 64) < 0.01);
-  // Once it streams, it takes a clear difference to end that.
+  // Once the policy streams, only a clear difference makes it stop.
   ShareStreamed(&choice, kTwoCaches, 256);
   CHECK(ShareStreamed(&choice, {0.1, 0.05}, 256) > 0.99);
 }
@@ -136,7 +136,7 @@ TEST(all_bytes_arrive_and_no_others) {
 TimeNs fake_now = 0;
 TimeNs FakeClock() { return fake_now += kMicrosecond; }
 
-// Waits come between stretches, and here after ordinary copies only.
+// Waits are between batches of copies, here only after ordinary ones.
 TEST(waiting_is_not_counted) {
   std::vector<unsigned char> from(64 << 10), to(64 << 10);
   SharedWriter writer(FakeClock);
@@ -153,18 +153,18 @@ TEST(waiting_is_not_counted) {
   CHECK(streamed * 100 < all);
 }
 
-// A room in turns between two threads, as slots are: how many numbers were not there when they were
-// said to be.
+// Two threads write and read a buffer in turns, like slots. Returns how many numbers the reader
+// missed although the writer had announced them.
 template <typename Copy>
 size_t Missed(const Copy& copy) {
-  constexpr size_t kRoom = 10000, kRounds = 4000;  // 160 MB: trials, too
+  constexpr size_t kRoom = 10000, kRounds = 4000;  // 160 MB, so that trials occur, too
   std::vector<uint32_t> room(kRoom);
   std::atomic<size_t> written{0}, read{0};
   size_t missed = 0;
   std::thread reader([&] {
     for (size_t round = 1; round <= kRounds; ++round) {
       while (written.load(std::memory_order_acquire) < round) std::this_thread::yield();
-      // What was written last first.
+      // Reads the bytes written last first.
       for (size_t i = kRoom; i-- > 0;) missed += room[i] == round ? 0 : 1;
       read.store(round, std::memory_order_release);
     }

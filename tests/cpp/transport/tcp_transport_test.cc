@@ -1,4 +1,4 @@
-// Rung 2: the transport over TCP, with ranks as threads that reach one another by 127.0.0.1.
+// Rung 2: the transport over TCP, with ranks as threads that connect over 127.0.0.1.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -35,7 +35,7 @@ using namespace hororing_test;
 namespace {
 
 constexpr int kWorldSizes[] = {1, 2, 3, 5, 8};
-// All connections at start, or each when it is needed.
+// All connections at the start, or each one when it is needed.
 constexpr int kEager[] = {64, 0};
 
 struct Places {
@@ -78,13 +78,13 @@ bool Contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-// Those who see a failure stay until all have: the end of one is another failure.
+// Ranks that see a failure stay until all have seen it: the end of a rank is another failure.
 void StayUntil(std::atomic<int>* seen, int all) {
   ++*seen;
   while (*seen < all) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
-// A connection of somebody who is not of the job.
+// A connection from outside the job.
 Socket Intruder(const std::string& address) {
   Socket made;
   CHECK_OK(Connect(address, &made));
@@ -103,7 +103,7 @@ std::string Hex(const std::string& bytes) {
 
 }  // namespace
 
-// What the callers of init do for the ranks of a job: each asks, and all are answered at once.
+// Shares texts among the ranks of a job, as the callers of init do: all get the answer at once.
 class Board {
  public:
   explicit Board(int size) : texts_(static_cast<size_t>(size)) {}
@@ -128,7 +128,7 @@ class Board {
   int given_ = 0, round_ = 0;
 };
 
-// A world without MPI, and what each rank's was told.
+// Makes a world without MPI. Returns the status of each rank.
 std::vector<Status> MakeWorlds(int size, const std::vector<std::string>& wishes,
                                std::vector<World>* worlds) {
   Board board(size);
@@ -210,7 +210,7 @@ TEST(wakes_are_not_lost_and_a_sleeper_costs_no_processor_time_over_tcp) {
 TEST(a_world_over_tcp_can_be_reached_by_ipv6) {
   Socket probe;
   std::string address;
-  if (!Listen("::1", &probe, &address).ok()) return;  // this machine has none
+  if (!Listen("::1", &probe, &address).ok()) return;  // this machine has no IPv6
   CHECK(Contains(address, "[::1]:"));
   RunWorld(MakeTcpWorld(Listeners(2, "::1"), Options()), [&](Rank& rank) {
     ExchangeWithAll(rank, 100);
@@ -218,7 +218,7 @@ TEST(a_world_over_tcp_can_be_reached_by_ipv6) {
   });
 }
 
-// Also when it waits for another one, and when nobody waits for anything.
+// The others wait for another rank, or do not wait at all.
 TEST(the_end_of_a_rank_without_close_is_told_to_all_that_are_connected) {
   for (bool wait : {true, false}) {
     std::atomic<int> ready{0}, seen{0};
@@ -251,7 +251,7 @@ TEST(any_thread_can_end_every_kind_of_wait_over_tcp) {
   }
 }
 
-// Its last words are heard nevertheless.
+// Its announcement still reaches them.
 TEST(a_rank_that_leaves_a_collective_tells_the_others_why) {
   std::atomic<int> ended{0};
   RunWorld(MakeTcpWorld(3, 64), [&](Rank& rank) {
@@ -295,14 +295,14 @@ TEST(an_announced_failure_reaches_ranks_that_had_no_connection) {
       CHECK_EQ(status.message(), "rank 2 failed: out of memory");
       CHECK_EQ(status.rank(), 2);
       rank.transport.AnnounceFailure(status);  // as an engine does
-      // Some listen no more, so it does not end.
+      // It need not complete: some ranks do not receive any more.
       (void)rank.transport.Flush(After(NowNs(), 200 * kMillisecond));
       StayUntil(&seen, 4);
     });
   }
 }
 
-// As where two ranks have connected to one another at once, and one of them is at its end.
+// Two ranks have connected to each other at the same time, and one of them has closed its side.
 TEST(what_one_connection_has_brought_counts_although_the_other_has_ended) {
   Places places = Listeners(2);
   std::unique_ptr<Transport> world;
@@ -322,7 +322,7 @@ TEST(what_one_connection_has_brought_counts_although_the_other_has_ended) {
     if (one == Handshake::State::kDone && other == Handshake::State::kDone) break;
   }
   CHECK_OK(world->Wait(sending, Soon()));
-  for (int look = 0; look < 100; ++look) world->Move();  // the last proof
+  for (int look = 0; look < 100; ++look) world->Move();  // ends the handshake
   CHECK_EQ(SendSome(taken.fd(), "x", 1), 1);
   made = Socket();
   CHECK_OK(world->Wait(world->Receive(1, &in, 1), Soon()));
@@ -330,7 +330,7 @@ TEST(what_one_connection_has_brought_counts_although_the_other_has_ended) {
   CHECK_OK(world->CheckPeers());
 }
 
-// Not each by each.
+// Rank 0 does not connect to every rank.
 TEST(a_failure_spreads_among_many_ranks_by_few_connections) {
   constexpr int kRanks = 16;
   Places places = Listeners(kRanks);
@@ -356,7 +356,7 @@ TEST(a_wait_over_tcp_ends_at_its_deadline_and_names_the_silent_rank) {
           rank.transport.Wait(rank.transport.Receive(1, &byte, 1), After(NowNs(), kSecond / 5));
       CHECK(status.code() == Code::kTransport);
       CHECK_EQ(status.rank(), 1);
-      // It is for ever.
+      // The failure is permanent.
       CHECK(!rank.transport.Wait(rank.transport.Send(1, &byte, 1), Soon()).ok());
       rank.transport.Post(1, "done");
       CHECK(rank.transport.Close(Soon()));
@@ -387,7 +387,7 @@ TEST(a_rank_that_cannot_be_reached_is_an_error_that_names_its_address) {
   }
 }
 
-// One probe that the network loses must not break a connection.
+// A single lost probe must not break a connection.
 TEST(a_silent_connection_is_probed_several_times_before_it_breaks) {
   const auto value = [](const Socket& socket, int option) {
     int found = 0;
@@ -464,7 +464,7 @@ TEST(a_rank_that_was_stopped_while_it_waited_has_its_whole_limit_again_over_tcp)
   RunWorld(MakeTcpWorld(2, 64), GoOnAfterAStop);
 }
 
-// As a rank that is killed while the workers of its DataLoader live.
+// A killed rank may leave workers of its DataLoader.
 TEST(a_forked_child_does_not_keep_the_end_of_its_parent_from_the_others) {
   std::vector<std::unique_ptr<Transport>> world = MakeTcpWorld(2, 64);
   int peer = -1;
@@ -487,7 +487,7 @@ TEST(a_forked_child_does_not_keep_the_end_of_its_parent_from_the_others) {
   CHECK_EQ(waitpid(child, nullptr, 0), child);
 }
 
-// Garbage, silence, half a handshake, another job's key, and more of them than are listened to.
+// Garbage, silence, half a handshake, another job's key, and more connections than are accepted.
 TEST(strangers_do_not_disturb_a_world) {
   Places places = Listeners(2);
   const std::vector<std::string> addresses = places.addresses;
@@ -517,7 +517,7 @@ TEST(strangers_do_not_disturb_a_world) {
   attacker.join();
 }
 
-// Before the first connection of a peer, so that it waits behind them, and while data moves.
+// They come before the first connection of a peer, which queues behind them, and while data moves.
 TEST(ten_thousand_half_open_connections_do_not_keep_peers_from_one_another) {
   rlimit before;
   CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
@@ -580,7 +580,7 @@ TEST(a_handshake_with_another_key_or_for_another_rank_fails_on_both_sides) {
   CHECK(meet(Handshake::Connecting(key, {1, 0, 0}), Handshake::Accepting(key, 0)) == good);
   CHECK(meet(Handshake::Connecting(wrong, {1, 0, 0}), Handshake::Accepting(key, 0)) == bad);
   CHECK(meet(Handshake::Connecting(key, {1, 2, 0}), Handshake::Accepting(key, 0)) == bad);
-  // Somebody who only repeats what was said.
+  // A stranger that only repeats the other side's messages.
   CHECK(meet(Handshake::Accepting(key, 1), Handshake::Accepting(key, 0)) != good);
 }
 

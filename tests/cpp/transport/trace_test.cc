@@ -1,4 +1,4 @@
-// The trace room: what the sink keeps, what the wire carries, and the file that viewers read.
+// Traces: the events in the sink, the messages on the wire, and the file for viewers.
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -24,7 +24,7 @@
 namespace hororing {
 namespace {
 
-// A file that is gone at the end of the test.
+// A file that is removed at the end of the test.
 class TemporaryFile {
  public:
   TemporaryFile() {
@@ -41,7 +41,7 @@ class TemporaryFile {
     text << file.rdbuf();
     return text.str();
   }
-  // The records of the file; none when it is not one JSON array of objects.
+  // The records of the file; empty unless it is one JSON array of objects.
   std::vector<json::Value> Records() const {
     json::Value array;
     if (!json::Parse(Read(), &array) || array.kind != json::Value::Kind::kArray) return {};
@@ -79,7 +79,7 @@ TEST(sink_hands_out_events_in_order_of_arrival) {
   TraceSink sink;
   sink.Enable(/*mark_cycles=*/false);
   sink.Span(Stage::kReduce, Track::kLoop, "t", 10, 20, 64);
-  sink.CycleStart(15);  // not asked for
+  sink.CycleStart(15);  // not requested
   sink.Span(Stage::kHook, Track::kCaller, "u", 5, 6);
   CHECK(!sink.empty());
   const std::vector<TraceEvent> events = sink.Drain();
@@ -219,7 +219,7 @@ TEST(process_killed_in_the_middle_of_writing_leaves_a_readable_file) {
         if (!writer.Append(0, 0, events).ok()) _exit(1);
       }
     }
-    // Any moment will do, so how long this really takes does not matter.
+    // Any moment is valid, so the actual duration does not matter.
     const timespec moment{0, (2 + round * 7 % 40) * 1000 * 1000};
     nanosleep(&moment, nullptr);
     kill(child, SIGKILL);
@@ -243,14 +243,14 @@ TEST(no_record_crosses_a_page) {
     }
     CHECK_OK(writer.Append(0, 0, events));
   }
-  // What a write that ends at a page leaves, in front of the white space, is an array but for its
-  // end: every page is whole records, each behind its comma.
+  // After a write that ends at a page boundary, the file is a JSON array except for its end: every
+  // page has whole records, each after its comma.
   const std::string text = file.Read();
   size_t records = 0;
   for (size_t begin = 0; begin + 4096 < text.size(); begin += 4096) {
     std::string page = text.substr(begin, 4096);
     const size_t first = page.find_first_not_of(" \n");
-    if (first == std::string::npos) continue;  // of the reserve
+    if (first == std::string::npos) continue;  // white space at the end
     CHECK(page[first] == (begin == 0 ? '[' : ','));
     page[first] = '[';
     json::Value array;
@@ -279,7 +279,7 @@ TEST(with_a_limit_the_file_holds_the_last_part_and_is_whole_after_every_append) 
     const std::vector<json::Value> records = file.Records();
     CHECK(records.size() >= names);
     CHECK(static_cast<int64_t>(file.Read().size()) <= most_bytes + 3);
-    // Of all that was written the last ones, without a gap.
+    // The file has the last events, without a gap.
     std::vector<int64_t> seen;
     for (const json::Value& record : WithPhase(records, "X")) {
       seen.push_back(static_cast<int64_t>(record["args"]["bytes"].number));
@@ -300,12 +300,12 @@ TEST(with_a_limit_the_file_holds_the_last_part_and_is_whole_after_every_append) 
 }
 
 TEST(a_link_of_another_user_is_not_followed) {
-  if (geteuid() != 0) return;  // else there is none
+  if (geteuid() != 0) return;  // only root can make such a link
   TemporaryFile target, link;
   std::remove(link.path().c_str());
   CHECK_EQ(symlink(target.path().c_str(), link.path().c_str()), 0);
   TraceWriter writer;
-  CHECK_OK(writer.Open(link.path(), {"a"}));  // one's own
+  CHECK_OK(writer.Open(link.path(), {"a"}));  // its own link
   CHECK_EQ(lchown(link.path().c_str(), 12345, 12345), 0);
   const Status status = writer.Open(link.path(), {"a"});
   CHECK(status.code() == Code::kInvalidArgument);
@@ -435,7 +435,7 @@ TEST(any_bytes_in_a_name_give_valid_json) {
   const std::vector<json::Value> spans = WithPhase(file.Records(), "X");
   CHECK_EQ(spans.size(), events.size());
   if (spans.size() != events.size()) return;
-  for (size_t i = 0; i < 3 && i < spans.size(); ++i) {  // what is valid arrives unchanged
+  for (size_t i = 0; i < 3 && i < spans.size(); ++i) {  // valid text is unchanged
     CHECK_EQ(spans[i]["name"].text, names[i]);
     CHECK_EQ(spans[i]["args"]["tensor"].text, names[i]);
   }
@@ -449,7 +449,7 @@ TEST(spans_of_one_tid_nest_even_when_callers_are_several_threads) {
   std::mt19937 random(hororing_test::Seed());
   for (int append = 0; append < 20; ++append) {
     std::vector<TraceEvent> events;
-    for (int thread = 0; thread < 5; ++thread) {  // each a sequence of spans of its own
+    for (int thread = 0; thread < 5; ++thread) {  // each with its own sequence of spans
       TimeNs at = append * 10000;
       while (at < (append + 1) * 10000 - 900) {
         const TimeNs begin = at + static_cast<TimeNs>(random() % 400);

@@ -1,5 +1,5 @@
 // Rung 2: the shared-memory transport, with ranks as threads and as forked processes; worlds,
-// topologies and the errors of making them.
+// topologies, and errors at the start.
 #include <dirent.h>
 #include <sched.h>
 #include <signal.h>
@@ -27,8 +27,8 @@ using namespace hororing_test;
 
 namespace {
 
-// Of sched_yield, which is this one in this program: calls so far, and how long each takes.
-// Negative: it is the kernel's.
+// This program replaces sched_yield: the number of calls so far, and the duration of each; if it is
+// negative, the kernel's sched_yield runs.
 std::atomic<int> core_offers{0};
 std::atomic<TimeNs> offer_taken_ns{-1};
 
@@ -51,7 +51,7 @@ bool Contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-// Our names in /dev/shm. Only those of this process and its children: tests may run in parallel.
+// The names in /dev/shm of one creator, because tests may run in parallel.
 std::vector<std::string> LeftInShm(int creator) {
   std::vector<std::string> names;
   const std::string prefix = "hororing." + std::to_string(creator) + ".";
@@ -64,8 +64,8 @@ std::vector<std::string> LeftInShm(int creator) {
   return names;
 }
 
-// Ranks as processes over a segment that the test has created and they attach to; `body` returns
-// the exit code of its rank. A rank that hangs dies of SIGALRM.
+// Forks a process per rank, which attaches to the segment of the test. `body` returns the exit code
+// of its rank. A rank that hangs dies of SIGALRM.
 std::vector<pid_t> ForkWorld(const std::string& name, const ShmSegment::Geometry& geometry,
                              int (*body)(ShmTransport&)) {
   std::vector<pid_t> pids;
@@ -94,7 +94,7 @@ int ExitCode(pid_t pid) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
 }
 
-// All ranks have attached and arrived.
+// A barrier: returns when all ranks have attached and arrived.
 bool Meet(ShmTransport& transport) {
   for (int step = 1; step < transport.size(); step *= 2) {
     const int size = transport.size();
@@ -152,7 +152,7 @@ TEST(a_million_wakes_are_not_lost) {
 }
 
 TEST(messages_wake_ranks_that_sleep_without_spinning) {
-  // A token goes round; everybody else is on the futex. A lost wake shows as a hang.
+  // A token goes around; all other ranks wait on the futex. A lost wake causes a hang.
   RunWorld(
       3,
       [](Rank& rank) {
@@ -178,18 +178,18 @@ TEST(an_idle_sleep_ends_in_time_and_costs_no_processor) {
   });
 }
 
-// Others' work, as far as a rank can tell: an offer of its core is taken for `offer_taken_ns`.
+// To a rank, it looks like other work on its core: every sched_yield takes `offer_taken_ns`.
 TEST(a_rank_that_shares_its_core_offers_it_before_it_polls) {
   RunWorld(
       1,
       [](Rank& rank) {
-        // Shorter than a rank that has a core to itself polls before it offers it.
+        // The sleep is shorter than the time for which a rank with its own core polls.
         const auto offers = [&] {
           const int before = core_offers;
           rank.transport.Sleep(After(NowNs(), 2 * kMicrosecond));
           return core_offers - before;
         };
-        constexpr int kSleeps = 1000;  // any of them may be interrupted
+        constexpr int kSleeps = 1000;  // many, because any of them may be interrupted
         int with = 0, without = 0;
         offer_taken_ns = 0;
         for (int i = 0; i < kSleeps; ++i) with += offers() > 0;
@@ -198,7 +198,7 @@ TEST(a_rank_that_shares_its_core_offers_it_before_it_polls) {
         rank.transport.Sleep(After(NowNs(), kMillisecond));
         for (int i = 0; i < kSleeps; ++i) with += offers() > 0;
         CHECK(with > 0);
-        offer_taken_ns = 0;  // it has the core to itself again, and notices
+        offer_taken_ns = 0;  // the rank has its own core again, and notices it
         for (int i = 0; i < kSleeps; ++i) without += offers() == 0;
         CHECK(without > kSleeps / 2);
         offer_taken_ns = -1;
@@ -214,7 +214,7 @@ TEST(an_announced_failure_ends_every_wait_with_the_reason) {
       const TimeNs begin = NowNs();
       char byte = 0;
       rank.Enter("waiting for a rank that fails");
-      // Also on a peer that has not failed, and asleep.
+      // The peer has not failed; odd ranks sleep.
       const int peer = rank.rank() == 0 ? rank.size() - 1 : 0;
       if (rank.rank() % 2 == 0) {
         const Status status = rank.transport.Wait(rank.transport.Receive(peer, &byte, 1), kForever);
@@ -226,7 +226,7 @@ TEST(an_announced_failure_ends_every_wait_with_the_reason) {
         CHECK_EQ(rank.transport.CheckPeers().rank(), 1);
       }
       CHECK(NowNs() - begin < 10 * kSecond);
-      // Those who fail because of rank 1 do not take the blame.
+      // Ranks that fail because of rank 1 do not replace the reason.
       rank.transport.AnnounceFailure(rank.transport.CheckPeers());
       CHECK_EQ(rank.transport.CheckPeers().message(),
                std::string("rank 1 failed: the disk is full"));
@@ -303,7 +303,7 @@ TEST(an_announced_failure_is_the_same_kind_of_error_to_all) {
   for (const Code code : {Code::kTransport, Code::kStalled, Code::kInternal}) {
     CHECK(Announced(Status(code, "why", 2), 1).code() == code);
   }
-  // What was this rank's own affair.
+  // An error of this rank's own call.
   CHECK(Announced(Status(Code::kInvalidArgument, "why"), 1).code() == Code::kPeerLost);
   RunWorld(2, [](Rank& rank) {
     Barrier(rank);
@@ -365,7 +365,7 @@ TEST(a_peer_that_left_counts_as_lost_only_for_those_who_need_it) {
       CHECK(status.code() == Code::kPeerLost);
       CHECK_EQ(status.rank(), 2);
       CHECK(Contains(status.message(), "rank 2 has shut down"));
-      // More than the pipe holds, to nobody.
+      // More than the pipe holds, to a rank that has shut down.
       rank.transport.Post(2, std::string(1 << 20, 'm'));
       rank.transport.Post(1, "still here");
       CHECK(!rank.transport.Flush(Soon()));
@@ -435,19 +435,19 @@ TEST(a_killed_process_is_noticed_within_a_second_and_named) {
   const std::vector<pid_t> pids = ForkWorld(segment->name(), geometry, [](ShmTransport& transport) {
     if (!Meet(transport)) return 1;
     if (transport.rank() == 1) {
-      kill(getpid(), SIGKILL);  // no destructor runs, and nobody has waited for the process yet
+      kill(getpid(), SIGKILL);  // no destructor runs, and no waitpid has reaped the process yet
     }
     char byte = 0;
     const TimeNs begin = NowNs();
     const std::string died = "rank 1 (pid ";
-    // Rank 0 needs the dead rank, rank 2 waits for rank 0, which announces what it has seen.
+    // Rank 0 needs the dead rank. Rank 2 waits for rank 0, which announces the failure.
     const int peer = transport.rank() == 0 ? 1 : 0;
     const Status status = transport.Wait(transport.Receive(peer, &byte, 1), kForever);
     if (NowNs() - begin > kSecond) return 2;
     if (status.code() != Code::kPeerLost || status.rank() != 1) return 3;
     if (status.message().rfind(died, 0) != 0) return 4;
     transport.AnnounceFailure(status);
-    // An idle rank notices too.
+    // An idle rank notices it, too.
     return transport.CheckPeers().rank() == 1 ? 0 : 5;
   });
   CHECK_EQ(ExitCode(pids[0]), 0);
@@ -489,7 +489,7 @@ TEST(what_a_killed_creator_has_left_is_removed_by_the_next_and_nothing_else) {
   CHECK_OK(ShmSegment::Create(ShmSegment::Geometry::For(2), &first));
   CHECK(LeftInShm(killed).empty());
   CHECK_OK(ShmSegment::Create(ShmSegment::Geometry::For(2), &second));
-  CHECK_EQ(LeftInShm(getpid()).size(), 2u);  // their creator lives
+  CHECK_EQ(LeftInShm(getpid()).size(), 2u);  // their creator is alive
   first.reset();
   second.reset();
   CHECK(LeftInShm(getpid()).empty());
