@@ -75,13 +75,6 @@ def engine_config(
         settings["TIMELINE_STEPS"] if settings["TIMELINE"] else None
     ) or (0, 0)
     c_config.timeline_mark_cycles = settings["TIMELINE_MARK_CYCLES"]
-    c_config.tune = settings["AUTOTUNE"]
-    # Settings that the user has chosen are not tuned.
-    c_config.tune_fusion = settings.settings["FUSION_BYTES"].source == "default"
-    c_config.tune_cycle_time = settings.settings["CYCLE_TIME_MS"].source == "default"
-    c_config.tune_warmup_samples = settings["AUTOTUNE_WARMUP_SAMPLES"]
-    c_config.tune_steps_per_sample = settings["AUTOTUNE_STEPS_PER_SAMPLE"]
-    c_config.tune_log = text(settings["AUTOTUNE_LOG"])
     c_config.gpu = text(settings["GPU"])
     c_config.cuda_library = text(settings["CUDA_LIBRARY"])
     c_config.nccl_libraries = text(nccl.libraries(settings["NCCL_LIBRARY"]))

@@ -239,7 +239,7 @@ def _run(
         _log.set_rank(_process.topology.rank)
         recorder.note(rank=_process.topology.rank, size=_process.topology.size)
         if _process.topology.rank == 0:
-            for log_level, note in [*settings.notes(), *configuration.horovod_notes()]:
+            for log_level, note in configuration.horovod_notes():
                 logger.log(log_level, note)
         for callback in _process.at_init:
             callback()

@@ -84,7 +84,7 @@ FAULTS = [
           "Complete(entry->handle, topology_.rank == 0 ? decision.details().status"
           " : Status::Ok(), {});", "engine_test"),
     Fault("a rank that shuts down announces no reason", "csrc/negotiation/coordinator.cc",
-          "queue_.Push(std::move(leave));", "", "negotiation_test"),
+          "Push(std::move(leave));", "", "negotiation_test"),
     Fault("a waiting rank is not woken", "csrc/engine/handle_table.cc",
           "if (slot->awaited) completed_.notify_all();", "", "engine_test"),
     Fault("a handle is released twice", "csrc/engine/handle_table.cc",

@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 18 };
+enum { HR_ABI_VERSION = 19 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -112,7 +112,6 @@ typedef struct hr_config {
   double cycle_time_ms;    /* maximum time that requests are held for fusion */
   int32_t cache_capacity;  /* entries of the response cache; 0: none */
   int32_t reproducible;    /* same bits in every run */
-  int32_t tune;            /* nonzero: tune fusion_bytes and cycle_time_ms */
   const char* algorithm;   /* "auto", "ring", "recursive_doubling", "three_phase" */
   const char* fingerprint; /* "knob=value" lines, compared between ranks at init */
   /* Local. */
@@ -131,11 +130,6 @@ typedef struct hr_config {
    * allreduces among all ranks under a name that the step has had. */
   int64_t timeline_from, timeline_to;
   int32_t timeline_mark_cycles;
-  int32_t tune_fusion;     /* with `tune`, on rank 0: try smaller fusion_bytes */
-  int32_t tune_cycle_time; /* likewise: try other values of cycle_time_ms */
-  int32_t tune_warmup_samples;
-  int32_t tune_steps_per_sample;
-  const char* tune_log; /* path of its CSV log, or NULL */
   /* Tensors on GPUs. */
   const char* gpu;            /* rank-visible: "auto", "nccl", "staged" */
   const char* cuda_library;   /* NVIDIA's driver; NULL: libcuda.so.1 */
@@ -207,8 +201,7 @@ typedef struct hr_stats {
   int64_t loop_wakeups;  /* how often the engine's thread woke up */
   int64_t scratch_bytes; /* fusion and receive buffers held now */
   int64_t trace_events_dropped;
-  int64_t fusion_bytes;  /* the threshold in use; on rank 0 the tuner's */
-  int64_t cycle_time_ns; /* the cycle time in use */
+  int64_t fusion_bytes, cycle_time_ns; /* in use */
   /* Batches of HR_ALLREDUCE among several ranks, on the host, by the algorithm that ran. */
   int64_t allreduces_shm_direct, allreduces_three_phase, allreduces_ring;
   int64_t allreduces_recursive_doubling, allreduces_rank_order;

@@ -107,14 +107,6 @@ EngineConfig EngineConfigFrom(const hr_config& from) {
   config.cycle_time_ns = Scaled(from.cycle_time_ms, kMillisecond);
   config.cache_capacity = from.cache_capacity;
   config.allreduce.reproducible = from.reproducible != 0;
-  if (from.tune != 0) {
-    config.tune.emplace();
-    config.tune->tune_fusion = from.tune_fusion != 0;
-    config.tune->tune_cycle_time = from.tune_cycle_time != 0;
-    config.tune->warmup_samples = from.tune_warmup_samples;
-    config.tune->steps_per_sample = from.tune_steps_per_sample;
-    config.tune_log = Text(from.tune_log);
-  }
   config.fingerprint = Text(from.fingerprint);
   config.backend = Text(from.backend);
   if (from.cuda_library != nullptr) config.devices.cuda_library = from.cuda_library;

@@ -51,7 +51,6 @@ void Loop::Apply(const Agreement& agreement) {
       case Decision::Kind::kTimeline:
         timeline_.Switch(decision.details().timeline_on, decision.details().timeline_cycles);
         break;
-      case Decision::Kind::kTune: SetCycleTime(decision.details().cycle_time_ns); break;
       case Decision::Kind::kLeave:
       case Decision::Kind::kAbort:
         end_agreed_ = true;
@@ -63,13 +62,6 @@ void Loop::Apply(const Agreement& agreement) {
   stand_ins_.clear();
   for (uint64_t id : agreement.evicted) shared_.tensors.Forget(id);
   applied_ = agreement.sequence;
-}
-
-// Sets how long requests are collected before they are reported.
-void Loop::SetCycleTime(TimeNs cycle_time_ns) {
-  pace_.set_cycle_time(cycle_time_ns);
-  if (host_reports_) host_reports_->set_cycle_time(ReportPace::kUnansweredCycles * cycle_time_ns);
-  shared_.stats.cycle_time_ns = cycle_time_ns;
 }
 
 // Returns this rank's part of a decision, or nothing if it does not take part. `id`: the cache id

@@ -107,8 +107,7 @@ std::string TensorName(const Request& request, size_t index) {
          std::to_string(request.tensors.size());
 }
 
-BatchRunner::BatchRunner(Shared& shared, Communicator world)
-    : shared_(shared), records_(shared.config.tune && world.rank == 0) {
+BatchRunner::BatchRunner(Shared& shared, Communicator world) : shared_(shared) {
   AddSet(kWorldSet, std::move(world));
 }
 
@@ -270,9 +269,6 @@ Status BatchRunner::RunBatch(int32_t process_set, Communicator& communicator, in
   if (shared_.trace.enabled()) {
     shared_.trace.Add(
         {UpperName(batch.kind), NamesOf(batch), Track::kLoop, false, begin, end, bytes});
-  }
-  if (records_ && batch.kind == Collective::kAllreduce && process_set == kWorldSet) {
-    completed_.push_back({bytes, end});
   }
   ++shared_.stats.batches;
   shared_.stats.tensors += static_cast<int64_t>(batch.entries.size());

@@ -56,14 +56,6 @@ class BatchRunner {
   // Clean shutdown of all ranks: waits for devices, until `deadline`.
   void Leave(TimeNs deadline);
 
-  // An allreduce batch of all ranks that was carried out.
-  struct CompletedBatch {
-    int64_t bytes;
-    TimeNs end;
-  };
-  // Returns the batches since the last call; only on rank 0, and only if it tunes.
-  std::vector<CompletedBatch> TakeCompleted() { return std::exchange(completed_, {}); }
-
   // Runs `work` in as few batches as the fusion threshold allows and completes the entries as their
   // last tensors are done. An error leaves the world broken; incomplete entries then stay in the
   // table, with their latest stage.
@@ -84,8 +76,6 @@ class BatchRunner {
   void Complete();
 
   Shared& shared_;
-  const bool records_;  // for TakeCompleted
-  std::vector<CompletedBatch> completed_;
   std::map<int32_t, Communicator> communicators_;  // by process set
   // Scratch of Run; members so that their memory is reused.
   std::vector<Item> items_;

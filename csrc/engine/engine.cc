@@ -200,9 +200,9 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   transport_name_ = world->transport->name();
   shared_.transport_allows_callers = world->transport->eventcount() != nullptr;
   shared_.mailbox.Attach(world->transport.get());
-  // Tuning and counting steps need every request. Other backends compute other bits.
+  // Counting steps needs every request. Other backends compute other bits.
   const EngineConfig& config = shared_.config;
-  if (config.backend == "auto" && !config.tune && config.timeline_to == 0)
+  if (config.backend == "auto" && config.timeline_to == 0)
     exchange_ = world->transport->one_shot_exchange();
   neighbours_ = world->neighbours;
   world->transport->Watch(&calls_);

@@ -22,8 +22,6 @@ constexpr TimeNs kFinalTimeout = 2 * kSecond, kRevokedTimeout = kSecond / 5;
 Coordinator::Options CoordinatorOptions(const EngineConfig& config, const World& world) {
   Coordinator::Options options;
   options.size = world.topology.size;
-  options.tune = config.tune;
-  if (config.tune) options.tune->initial = {config.fusion_bytes, config.cycle_time_ns};
   options.cache_capacity = config.cache_capacity;
   options.stall = config.stall;
   return options;
@@ -64,13 +62,7 @@ Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
   if (topology_.rank == neighbours_[0] && neighbours_.size() > 1) {
     host_reports_.emplace(neighbours_, ReportPace::kUnansweredCycles * shared.config.cycle_time_ns);
   }
-  if (topology_.rank != 0) return;
-  coordinator_.emplace(CoordinatorOptions(shared.config, world));
-  if (!shared.config.tune_log.empty()) {
-    tune_log_.open(shared.config.tune_log);
-    if (!tune_log_) Log(LogLevel::kError, "autotune: cannot write " + shared.config.tune_log);
-  }
-  if (shared_.config.tune) FollowTuner();
+  if (topology_.rank == 0) coordinator_.emplace(CoordinatorOptions(shared.config, world));
 }
 
 Status Loop::Run(std::unique_lock<std::mutex>& progress) {
@@ -170,43 +162,21 @@ bool Loop::Decide() {
   const bool waits = !stall.missing.empty() && stall.abort.ok();
   if (waits && transport_.CheckPeers().ok()) CheckLiveness(stall.missing, now);
   if (final_) return true;
-  std::vector<Agreement> agreed;  // several while tuning: only rank 0 knows where batches end
-  while (std::optional<Agreement> agreement = coordinator_->Decide()) {
-    Send(*agreement);
-    agreed.push_back(std::move(*agreement));
-  }
-  for (const Agreement& agreement : agreed) {
-    if (!final_) Apply(agreement);
-  }
-  if (shared_.config.tune && !agreed.empty()) FollowTuner();
-  return !agreed.empty();
-}
-
-// Rank 0, while tuning: passes completed batches to the tuner, and its results to the log.
-void Loop::FollowTuner() {
-  ReadyQueue& queue = coordinator_->queue();
-  Tuner* const tuner = queue.tuner();
-  for (const BatchRunner::CompletedBatch& ran : runner_.TakeCompleted())
-    queue.Ran(ran.bytes, ran.end);
-  shared_.stats.fusion_bytes = tuner->setting().fusion_bytes;
-  const std::vector<std::string> lines = tuner->TakeLog();
-  for (const std::string& line : lines) tune_log_ << line << std::endl;
-  if (!tuner->done() || lines.empty()) return;
-  const Tuner::Setting& best = tuner->setting();
-  Log(LogLevel::kInfo, "autotune: settled on HORORING_FUSION_BYTES=" +
-                           std::to_string(best.fusion_bytes) + " HORORING_CYCLE_TIME_MS=" +
-                           std::to_string(static_cast<double>(best.cycle_time_ns) / kMillisecond));
+  const std::optional<Agreement> agreement = coordinator_->Decide();
+  if (!agreement) return false;
+  Send(*agreement);
+  if (!final_) Apply(*agreement);
+  return true;
 }
 
 // Rank 0: turns the timeline on and off at the chosen steps. It recognises tensors by name, because
 // a tensor has no cache id before its second step.
-void Loop::FollowSteps(const TensorEntry& entry) {
+void Loop::FollowSteps(const Request& request) {
   const EngineConfig& config = shared_.config;
-  const Request& request = entry.request;
   if (request.kind != Collective::kAllreduce || request.process_set != kWorldSet) return;
   if (step_ > config.timeline_to) return;
-  const uint64_t name = std::hash<std::string>()(request.name) | 1;  // not 0
-  if (!steps_.Submitted(name, entry.submitted_ns) && step_ > 0) return;
+  if (names_.insert(request.name).second && step_ > 0) return;
+  names_ = {request.name};
   ++step_;
   if (step_ == config.timeline_from && timeline_.closed()) {
     const Status opened = timeline_.Open(config.timeline, config.timeline_bytes);

@@ -9,13 +9,13 @@
 #pragma once
 
 #include <exception>
-#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "engine/batch_runner.h"
@@ -74,7 +74,6 @@ class Loop {
   void Warn(bool now);
   // apply.cc
   void Apply(const Agreement& agreement);
-  void SetCycleTime(TimeNs cycle_time_ns);
   void ClearReported(uint64_t id);
   std::optional<Work> Agreed(const Decision& decision, uint64_t id);
   TensorEntry* StandIn(const Request& request);
@@ -87,8 +86,7 @@ class Loop {
   void FailRemoved(std::unique_ptr<TensorEntry> entry);
   void TraceNegotiation(const TensorEntry& entry);
   // loop.cc
-  void FollowTuner();
-  void FollowSteps(const TensorEntry& entry);
+  void FollowSteps(const Request& request);
   void RunPeriodicChecks(TimeNs now);
   void ExitIfOrphaned();
   void End(Status why);
@@ -110,11 +108,11 @@ class Loop {
   const std::vector<int> neighbours_;
   std::optional<Coordinator> coordinator_;   // on rank 0
   std::optional<HostReports> host_reports_;  // on the first of the others
-  std::ofstream tune_log_;                   // on rank 0
-  StepWatch steps_;                          // on rank 0, if the timeline covers some steps only
-  int64_t step_ = 0;                         // the current step, from 1
-  std::vector<TensorEntry*> submitted_;      // scratch of Report; reused
-  std::vector<Work> work_;                   // scratch of Apply; reused
+  // On rank 0, if the timeline covers some steps only: the current step, from 1, and its names.
+  int64_t step_ = 0;
+  std::unordered_set<std::string> names_;
+  std::vector<TensorEntry*> submitted_;  // scratch of Report; reused
+  std::vector<Work> work_;               // scratch of Apply; reused
   ReportPace pace_;
   uint32_t poll_epoch_ = 0;  // the eventcount when the loop's thread promised to poll
   bool run_by_caller_ = false;

@@ -71,10 +71,7 @@ bool Loop::Report() {
     Record(Event::kSubmitted, now, entry->request.kind, entry->request.name);
     if (entry->cache_id == 0) entry->cache_id = shared_.tensors.IdOf(entry->request);
     const uint64_t id = entry->cache_id;
-    if (coordinator_ && shared_.config.tune) {
-      coordinator_->queue().Submitted(entry->request, id, entry->submitted_ns);
-    }
-    if (coordinator_ && shared_.config.timeline_to > 0) FollowSteps(*entry);
+    if (coordinator_ && shared_.config.timeline_to > 0) FollowSteps(entry->request);
     if (id != 0) {
       shared_.tensors.FindRecord(id)->reported = entry;
       if (const std::optional<double>& weight = entry->request.weight) {

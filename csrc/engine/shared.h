@@ -18,7 +18,6 @@
 #include "engine/tensor_table.h"
 #include "gpu/devices.h"
 #include "negotiation/stall_inspector.h"
-#include "negotiation/tuner.h"
 #include "trace/trace.h"
 
 namespace hororing {
@@ -29,10 +28,7 @@ struct EngineConfig {
   TimeNs cycle_time_ns = kMillisecond;
   int cache_capacity = 8192;
   AllreduceOptions allreduce;  // except for the cost of the wire, which is measured
-  // Finds fusion_bytes and cycle_time_ns by trial, starting from the values above.
-  std::optional<Tuner::Options> tune;
-  std::string tune_log;     // path, for rank 0; empty: none
-  std::string fingerprint;  // see CompareFingerprints
+  std::string fingerprint;     // see CompareFingerprints
   // Local to this rank.
   std::string backend = "auto";
   GpuMode gpu = GpuMode::kAuto;  // visible to other ranks

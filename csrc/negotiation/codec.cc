@@ -250,13 +250,12 @@ void Put(Writer& out, const Decision& decision) {
       out.Unsigned(details.timeline_on);
       out.Unsigned(details.timeline_cycles);
       break;
-    case Decision::Kind::kTune: out.Signed(details.cycle_time_ns); break;
   }
 }
 
 Decision GetDecision(Reader& in, uint8_t kind) {
   Decision decision;
-  decision.kind = in.Choice(kind, Decision::Kind::kTune);
+  decision.kind = in.Choice(kind, Decision::Kind::kTimeline);
   if (decision.kind == Decision::Kind::kRun) {
     decision.cache_id = in.Unsigned();
     decision.process_set = static_cast<int32_t>(in.Signed());
@@ -283,7 +282,6 @@ Decision GetDecision(Reader& in, uint8_t kind) {
       details.timeline_on = in.Unsigned() != 0;
       details.timeline_cycles = in.Unsigned() != 0;
       break;
-    case Decision::Kind::kTune: details.cycle_time_ns = in.Signed(); break;
   }
   return decision;
 }

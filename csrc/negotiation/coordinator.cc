@@ -37,8 +37,7 @@ Coordinator::Coordinator(const Options& options)
       sets_(options.size),
       joined_(static_cast<size_t>(options.size), 0),
       blocked_(static_cast<size_t>(options.size)),
-      applied_(static_cast<size_t>(options.size), 0),
-      queue_(options.tune) {}
+      applied_(static_cast<size_t>(options.size), 0) {}
 
 void Coordinator::Receive(const int* ranks, size_t count, const Report& report, TimeNs now) {
   if (stopped_) return;
@@ -65,7 +64,7 @@ void Coordinator::Receive(const int* ranks, size_t count, const Report& report, 
     Decision leave;
     leave.kind = Decision::Kind::kLeave;
     leave.set_details().status = Status(Code::kShutDown, text, rank);
-    queue_.Push(std::move(leave));
+    Push(std::move(leave));
     stopped_ = true;
   }
 }
@@ -76,7 +75,7 @@ void Coordinator::SwitchTimeline(bool on, bool mark_cycles) {
   decision.kind = Decision::Kind::kTimeline;
   decision.set_details().timeline_on = on;
   decision.set_details().timeline_cycles = mark_cycles;
-  queue_.Push(std::move(decision));
+  Push(std::move(decision));
 }
 
 // A missing record belongs to a removed process set, whose requests have failed.
@@ -164,9 +163,8 @@ void Coordinator::Expand(Pending& pending) {
 
 void Coordinator::Complete(TensorState& tensor) {
   Pending& pending = tensor.pending;
-  int64_t bytes = 0;
   Decision decision;
-  Status status = Agree(tensor, &decision, &bytes);
+  Status status = Agree(tensor, &decision);
   const Request& request = pending.any();
   decision.process_set = request.process_set;
   if (status.ok() && (request.kind == Collective::kAddProcessSet ||
@@ -188,11 +186,11 @@ void Coordinator::Complete(TensorState& tensor) {
     decision.set_details().status = std::move(status);
   }
   ClearPending(tensor);
-  queue_.Push(std::move(decision), bytes);
+  Push(std::move(decision));
 }
 
 // Fills in the decision on a request that all members have reported, except for joined ones.
-Status Coordinator::Agree(TensorState& tensor, Decision* decision, int64_t* bytes) {
+Status Coordinator::Agree(TensorState& tensor, Decision* decision) {
   Pending& pending = tensor.pending;
   std::vector<int> joined;
   if (joined_count_ > 0) joined = JoinedAmong(pending);
@@ -214,13 +212,11 @@ Status Coordinator::Agree(TensorState& tensor, Decision* decision, int64_t* byte
     Decision::Details& details = decision->set_details();
     details.name = requests[0]->name;
     details.rows = RowsOf(requests);
-    *bytes = requests[0]->bytes();
     decision->cache_id = Remember(tensor, *requests[0], details.rows);
     if (requests[0]->of_members_alone()) details.stand_in = *requests[0];
   } else {
     HORORING_RETURN_IF_ERROR(possible);
     Record& record = *pending.record;
-    *bytes = record.bytes;
     if (!record.retired) {
       decision->cache_id = pending.id;
       record.used = true;
@@ -246,24 +242,25 @@ void Coordinator::ClearPending(TensorState& tensor) {
   if (tensor.records == 0) tensors_.erase(tensors_.find(tensor.key));
 }
 
+// Consecutive ids become one decision.
+void Coordinator::Push(Decision decision) {
+  if (ready_.empty() || !ready_.back().Extend(decision)) ready_.push_back(std::move(decision));
+}
+
 std::optional<Agreement> Coordinator::Decide() {
+  if (ready_.empty()) return std::nullopt;
   Agreement agreement;
-  agreement.decisions = queue_.Take();
-  if (agreement.decisions.empty()) return std::nullopt;
   agreement.sequence = ++sequence_;
-  removed_now_ = removed_;
-  // Decisions that are still queued may concern a removed set, or refer to an evicted id.
-  if (queue_.empty()) {
-    removed_.clear();
-    agreement.evicted = std::exchange(evicted_, {});
-  }
+  agreement.decisions = std::exchange(ready_, {});
+  agreement.evicted = std::exchange(evicted_, {});
+  removed_now_ = std::exchange(removed_, {});
   for (uint64_t id : agreement.evicted) retired_[id] = sequence_;
   return agreement;
 }
 
 TimeNs Coordinator::NextDeadline() const {
   if (stopped_) return kForever;
-  if (!queue_.empty()) return 0;
+  if (!ready_.empty()) return 0;
   return waiting_ > 0 ? stall_check_ns_ : kForever;
 }
 
@@ -271,7 +268,7 @@ StallInspector::Finding Coordinator::InspectStalls(TimeNs now) {
   if (stopped_ || waiting_ == 0 || now < stall_check_ns_) return {};
   stall_check_ns_ = After(now, stall_inspector_.interval_ns);
   std::vector<char> stuck = joined_;
-  for (size_t rank = 0; queue_.empty() && rank < stuck.size(); ++rank) {
+  for (size_t rank = 0; ready_.empty() && rank < stuck.size(); ++rank) {
     if (blocked_[rank].Elapsed(now) >= options_.stall.deadlock_ns) stuck[rank] = 1;
   }
   StallInspector::Finding finding =
@@ -280,7 +277,7 @@ StallInspector::Finding Coordinator::InspectStalls(TimeNs now) {
     Decision abort;
     abort.kind = Decision::Kind::kAbort;
     abort.set_details().status = finding.abort;
-    queue_.Push(std::move(abort));
+    Push(std::move(abort));
     stopped_ = true;
   }
   return finding;
@@ -355,7 +352,7 @@ uint64_t Coordinator::Remember(TensorState& tensor, const Request& request,
   }
   const uint64_t id = next_id_++;
   by_age_.push_front(id);
-  records_.Add(id, {id, &tensor, request.bytes(), false, false, by_age_.begin(), request, rows});
+  records_.Add(id, {id, &tensor, false, false, by_age_.begin(), request, rows});
   tensor.id = id;
   ++tensor.records;
   return id;

@@ -33,7 +33,6 @@
 #include "negotiation/id_table.h"
 #include "negotiation/messages.h"
 #include "negotiation/process_sets.h"
-#include "negotiation/ready_queue.h"
 #include "negotiation/stall_inspector.h"
 
 namespace hororing {
@@ -42,7 +41,6 @@ class Coordinator {
  public:
   struct Options {
     int size = 1;
-    std::optional<Tuner::Options> tune;
     int cache_capacity = 0;  // 0: no cache
     StallInspector::Options stall;
   };
@@ -56,14 +54,13 @@ class Coordinator {
   // Queues a switch of the timeline, in order with all other decisions.
   void SwitchTimeline(bool on, bool mark_cycles);
 
-  // Returns the decisions so far, if any. While the tuner works, some may be held back.
+  // Returns the decisions since the last call, if any, in the order in which they became ready.
   std::optional<Agreement> Decide();
   // The part of the latest agreement that concerns any of `ranks`. If there is none, it need not be
   // sent to them.
   std::optional<Agreement> PartFor(const std::vector<int>& ranks, const Agreement& agreement) const;
   // Whether every agreement concerns every rank.
   bool world_only() const { return sets_.count() == 1; }
-  ReadyQueue& queue() { return queue_; }
   // When Decide or InspectStalls has something to do without a new report; kForever: never.
   TimeNs NextDeadline() const;
 
@@ -104,7 +101,6 @@ class Coordinator {
   struct Record {
     uint64_t id = 0;
     TensorState* tensor = nullptr;
-    int64_t bytes = 0;  // of the request
     bool retired = false;
     bool used = false;  // agreed upon again since Evict last checked it
     std::list<uint64_t>::iterator age;
@@ -122,7 +118,8 @@ class Coordinator {
   void Erase(const Record& record);
   void Expand(Pending& pending);
   void Complete(TensorState& tensor);
-  Status Agree(TensorState& tensor, Decision* decision, int64_t* bytes);
+  Status Agree(TensorState& tensor, Decision* decision);
+  void Push(Decision decision);
   Status ChangeSets(const Request& request, std::vector<int64_t>* rows);
   void RemoveSet(int32_t id);
   std::vector<TensorState*> PendingTensors() const;
@@ -145,7 +142,7 @@ class Coordinator {
   ProcessSets sets_;
   std::unordered_map<std::string, std::unique_ptr<TensorState>> tensors_;  // by Key
   size_t waiting_ = 0;             // the number of them that are pending
-  std::set<int32_t> removed_;      // sets that decisions in queue_ remove
+  std::set<int32_t> removed_;      // sets that decisions in ready_ remove
   std::set<int32_t> removed_now_;  // sets that the latest agreement removes
   std::vector<char> joined_;       // per rank
   int joined_count_ = 0;
@@ -157,15 +154,15 @@ class Coordinator {
   uint64_t next_id_ = 1;
   IdTable<Record> records_;
   std::list<uint64_t> by_age_;            // live ids, the newest first
-  std::vector<uint64_t> evicted_;         // to announce once no decision names them
+  std::vector<uint64_t> evicted_;         // to announce in the next agreement
   std::map<uint64_t, uint64_t> retired_;  // id -> sequence of the announcing agreement
   size_t reports_since_forgetting_ = 0;
 
   std::vector<uint64_t> applied_;  // per rank: the last agreement it has applied
   uint64_t sequence_ = 0;
-  ReadyQueue queue_;
+  std::vector<Decision> ready_;  // for the next agreement
   TimeNs stall_check_ns_ = kForever;
-  bool stopped_ = false;  // a kLeave or kAbort is in queue_ or has been sent
+  bool stopped_ = false;  // a kLeave or kAbort is in ready_ or has been sent
 };
 
 }  // namespace hororing

@@ -33,7 +33,6 @@ class HostReports {
  public:
   // `ranks`: those of this host.
   HostReports(std::vector<int> ranks, TimeNs cycle_time_ns);
-  void set_cycle_time(TimeNs cycle_time_ns) { cycle_time_ns_ = cycle_time_ns; }
 
   // `concerns_all`: every request in it concerns all ranks. REQUIRES: `rank` is on this host.
   void Receive(int rank, const Report& report, bool concerns_all, TimeNs now);
@@ -50,7 +49,7 @@ class HostReports {
   void Count(std::unordered_map<Id, size_t>& requests, const Id& id);
 
   const std::vector<int> ranks_;
-  TimeNs cycle_time_ns_;
+  const TimeNs cycle_time_ns_;
   std::vector<std::optional<Report>> held_;  // by index among `ranks`
   size_t held_count_ = 0;                    // how many are held
   TimeNs since_ns_ = 0;                      // when the first of them arrived

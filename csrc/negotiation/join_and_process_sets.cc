@@ -42,7 +42,7 @@ void Coordinator::RemoveSet(int32_t id) {
         Status(Code::kMismatch, request.Title() + " (NEGOTIATE): the process set was " +
                                     "removed before all of its ranks had made this call");
     ClearPending(*tensor);
-    queue_.Push(std::move(fail));
+    Push(std::move(fail));
   }
   const auto erased = [&](uint64_t each) {
     const Record& record = *records_.Find(each);

@@ -89,7 +89,6 @@ struct Decision {
     kLeave = 2,     // a rank has shut down: fail everything pending with `status`, stop
     kAbort = 3,     // the engine cannot continue: fail everything pending with `status`
     kTimeline = 4,  // switch the timeline
-    kTune = 5,      // from now on, collect requests for this long before reporting them
   };
   // Not needed by a kRun of cached requests without weights, which is the usual decision.
   struct Details {
@@ -104,7 +103,6 @@ struct Decision {
     std::optional<Request> stand_in;
     bool timeline_on = false;  // kTimeline
     bool timeline_cycles = false;
-    TimeNs cycle_time_ns = 0;  // kTune
   };
 
   Decision() = default;

@@ -9,7 +9,6 @@ and the values that must be the same on all ranks.
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -43,14 +42,6 @@ class Config(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.settings)
-
-    def notes(self) -> list[tuple[int, str]]:
-        """Return log records about settings without an effect: level and text."""
-        log = self.settings["AUTOTUNE_LOG"]
-        if log.value is None or self["AUTOTUNE"]:
-            return []
-        text = f"{log.source}={log.value} has no effect without {PREFIX}AUTOTUNE=1"
-        return [(logging.WARNING, text)]
 
     def log_level(self) -> int:
         """LOG_LEVEL as a number of Python's logging."""

@@ -34,15 +34,7 @@ def _other_than(*words: str) -> Callable[[str], bool]:
 
 
 UNUSED = (
-    Unused(
-        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
-        "HORORING_AUTOTUNE halves its candidates until one is left",
-    ),
-    Unused(
-        "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
-        "HORORING_AUTOTUNE compares medians",
-        lambda text: True,
-    ),
+    Unused("HOROVOD_AUTOTUNE", "the defaults are as fast as any setting that was found (ADR 38)"),
     Unused(
         "HOROVOD_HIERARCHICAL_ALLREDUCE",
         "one host reduces through shared memory; for several hosts HORORING_ALGORITHM",

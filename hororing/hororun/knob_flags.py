@@ -13,7 +13,6 @@ _PREFIX = "knob "  # of names in the namespace
 # Horovod's names of flags with values of the same form.
 _ALIASES = {
     "TIMELINE": ["--timeline-filename"],
-    "AUTOTUNE_LOG": ["--autotune-log-file"],
     "STALL_WARNING_S": ["--stall-check-warning-time-seconds"],
     "STALL_SHUTDOWN_S": ["--stall-check-shutdown-time-seconds"],
     "ELASTIC_TIMEOUT_S": ["--elastic-timeout"],
@@ -28,6 +27,13 @@ _OTHERS: list[tuple[str, str, bool, Callable[[str], str]]] = [
     ("--no-stall-check", "STALL_WARNING_S", False, lambda _: "0"),
     ("--log-with-timestamp", "LOG_HIDE_TIME", False, lambda _: "0"),
 ]
+# Horovod's flags for variables without an effect: with one of them, rank 0 logs why.
+_UNUSED = {
+    "--autotune": "HOROVOD_AUTOTUNE",
+    "--autotune-log-file": "HOROVOD_AUTOTUNE_LOG",
+    "--autotune-warmup-samples": "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
+    "--autotune-steps-per-sample": "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
+}
 # Flags of hororun itself; ranks get their values in another way.
 _LEFT_OUT = {"ALONE"}
 
@@ -73,11 +79,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 flag, dest=_PREFIX + name, action="store_const", const=meaning(""),
                 help=argparse.SUPPRESS,
             )  # fmt: skip
+    for flag, name in _UNUSED.items():
+        if flag == "--autotune":
+            group.add_argument(
+                flag, dest=_PREFIX + name, action="store_const", const="1", help=argparse.SUPPRESS
+            )
+        else:
+            group.add_argument(flag, dest=_PREFIX + name, help=argparse.SUPPRESS)
+    group.add_argument("--no-autotune", action="store_true", help=argparse.SUPPRESS)
 
 
 def chosen(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the given flags as variables."""
     given = {knob.variable: getattr(arguments, _PREFIX + knob.name, None) for knob in KNOBS}
+    given |= {name: getattr(arguments, _PREFIX + name, None) for name in _UNUSED.values()}
     return {name: text for name, text in given.items() if text is not None}
 
 

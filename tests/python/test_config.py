@@ -114,10 +114,6 @@ def test_horovods_names_are_accepted_and_ours_wins():
             0,
         ),
         ({"HOROVOD_FUSION_THRESHOLD": "0"}, "FUSION_BYTES", 0),
-        ({"HOROVOD_AUTOTUNE": "1"}, "AUTOTUNE", True),
-        ({"HOROVOD_AUTOTUNE_LOG": "/tmp/tried.csv"}, "AUTOTUNE_LOG", "/tmp/tried.csv"),
-        ({"HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "0"}, "AUTOTUNE_WARMUP_SAMPLES", 0),
-        ({"HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "5"}, "AUTOTUNE_STEPS_PER_SAMPLE", 5),
         ({"HOROVOD_TIMELINE": "/tmp/t.json"}, "TIMELINE", "/tmp/t.json"),
         ({"HOROVOD_TIMELINE": "DYNAMIC"}, "TIMELINE", None),
         ({"HOROVOD_TIMELINE_MARK_CYCLES": "1"}, "TIMELINE_MARK_CYCLES", True),
@@ -143,12 +139,17 @@ def test_horovods_booleans_are_true_when_they_begin_with_a_positive_number(
 
 
 def test_who_asks_for_what_there_is_not_is_told_what_happens_instead():
-    environ = {"HOROVOD_ENABLE_XLA_OPS": "1", "HOROVOD_CPU_OPERATIONS": "CCL"}
+    environ = {
+        "HOROVOD_ENABLE_XLA_OPS": "1",
+        "HOROVOD_CPU_OPERATIONS": "CCL",
+        "HOROVOD_AUTOTUNE": "1",
+    }
     assert config.load(environ)
     notes = config.horovod_notes(environ)
-    assert [level for level, _ in notes] == [logging.WARNING] * 2
-    assert "HOROVOD_CPU_OPERATIONS=CCL" in notes[0][1]
-    assert "HOROVOD_ENABLE_XLA_OPS=1 has no effect here: no operation is" in notes[1][1]
+    assert [level for level, _ in notes] == [logging.WARNING] * 3
+    assert "HOROVOD_AUTOTUNE=1 has no effect here: the defaults are as fast" in notes[0][1]
+    assert "HOROVOD_CPU_OPERATIONS=CCL" in notes[1][1]
+    assert "HOROVOD_ENABLE_XLA_OPS=1 has no effect here: no operation is" in notes[2][1]
 
 
 def test_other_variables_without_a_meaning_share_one_line_that_has_no_values():
@@ -186,15 +187,6 @@ def test_two_thresholds_that_differ_are_an_error():
     assert config.load(same)["FUSION_BYTES"] == 4 * 2**20
     with pytest.raises(ValueError, match=r"HORORING_FUSION=4MiB contradicts HORORING_FUSION_BYTES"):
         config.load({**same, "HORORING_FUSION_BYTES": "1MiB"})
-
-
-def test_a_log_of_a_search_that_nobody_asked_for_is_told():
-    for variable in ("HORORING_AUTOTUNE_LOG", "HOROVOD_AUTOTUNE_LOG"):
-        assert config.load({variable: "tried.csv"}).notes() == [
-            (logging.WARNING, f"{variable}=tried.csv has no effect without HORORING_AUTOTUNE=1")
-        ]
-        assert config.load({variable: "tried.csv", "HOROVOD_AUTOTUNE": "1"}).notes() == []
-    assert config.load({}).notes() == []
 
 
 def test_an_empty_variable_counts_as_not_set():

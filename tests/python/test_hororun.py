@@ -138,7 +138,7 @@ def test_ranks_know_their_places_and_the_secret_is_a_descriptor():
     script = LOOK_FOR_THE_SECRET + (
         "import json;print(json.dumps({'env': dict(os.environ), 'stdin': os.read(0, 9) != b''}))"
     )
-    flags = ["-np", "2", "--no-tag-output", "--cycle-time-ms", "2", "--no-autotune", "-x", "A=b"]
+    flags = ["-np", "2", "--no-tag-output", "--cycle-time-ms=2", "--no-reproducible", "-x", "A=b"]
     done = run(*flags, sys.executable, "-c", script, HORORING_SECRET_KEY="outer")
     assert done.returncode == 0, done.stderr
     told = sorted((json.loads(each) for each in done.stdout.splitlines()),
@@ -152,7 +152,7 @@ def test_ranks_know_their_places_and_the_secret_is_a_descriptor():
         assert re.fullmatch(r"127\.0\.0\.1:\d+", env["HORORING_RENDEZVOUS"])
         assert env["MASTER_ADDR"] == "127.0.0.1"
         assert 0 < int(env["MASTER_PORT"]) < 2**16
-        assert (env["A"], env["HORORING_CYCLE_TIME_MS"], env["HORORING_AUTOTUNE"]) == (
+        assert (env["A"], env["HORORING_CYCLE_TIME_MS"], env["HORORING_REPRODUCIBLE"]) == (
             "b", "2", "0",
         )  # fmt: skip
         assert "HORORING_SECRET_KEY" not in env  # that of an outer job
@@ -486,7 +486,7 @@ def test_with_mpi_the_mpirun_line_is_printed_and_run(tmp_path: Path):
     fake.chmod(0o755)
     done = run("-np", "4", "-H", "a:2,b:2", "--mpi", "--autotune", "-x", "A", "--mpi-args=--v",
                "python", "t.py", PATH=f"{tmp_path}:/usr/bin:/bin", A="1")  # fmt: skip
-    words = "-np 4 -H a:2,b:2 --output tag -x A -x HORORING_AUTOTUNE=1 --v python t.py"
+    words = "-np 4 -H a:2,b:2 --output tag -x A -x HOROVOD_AUTOTUNE=1 --v python t.py"
     assert done.stdout == f"mpirun {words}\nran {words}\n"
     assert done.returncode == 4
 

@@ -1,13 +1,9 @@
-"""What is reduced together, and when: the rules of HORORING_FUSION, autotune, statistics."""
+"""What is reduced together, and when: the rules of HORORING_FUSION, statistics."""
 
 from __future__ import annotations
 
-import csv
-import os
 import random
-import tempfile
 import time
-from pathlib import Path
 
 import mpirun
 import numpy as np
@@ -16,11 +12,6 @@ import session
 from configured import engine
 
 import hororing.numpy as hvd
-
-
-def shared_folder() -> Path:
-    """A new folder of rank 0's, for all ranks of this host."""
-    return Path(hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None, 0))
 
 
 def compute(seconds: float) -> None:
@@ -58,7 +49,6 @@ def case_every_rule_gives_the_same_results():
         {"FUSION": "ready", "CYCLE_TIME_MS": 0},
         {"FUSION": "4KiB"},
         {"FUSION": "0"},
-        {"AUTOTUNE": 1, "AUTOTUNE_STEPS_PER_SAMPLE": 1},
         {"CACHE_CAPACITY": 4},
         {"BACKEND": "host", "ALGORITHM": "ring"},
         {"REPRODUCIBLE": 1, "BACKEND": "host"},
@@ -69,57 +59,6 @@ def case_every_rule_gives_the_same_results():
                 missing = step % 13 == 12
                 more = ["more"] if step % 17 == 16 else []
                 reduce_step(step, names[: -1 if missing else None] + more)
-
-
-def train(steps: int) -> np.ndarray:
-    """Weights of a regression, each column a tensor of its own."""
-    draw = np.random.default_rng([7, hvd.rank()])
-    inputs = draw.normal(size=(64, 20)).astype(np.float32)
-    targets = draw.normal(size=(64, 8)).astype(np.float32)
-    weights = np.zeros((20, 8), np.float32)
-    for _ in range(steps):
-        errors = inputs @ weights - targets
-        handles = [
-            hvd.allreduce_async(inputs.T @ errors[:, i] / 64, name=f"column{i}") for i in range(8)
-        ]
-        step = np.stack([hvd.synchronize(handle) for handle in handles], axis=1)
-        weights -= np.float32(0.05) * step
-    return weights
-
-
-def case_autotune_changes_no_bit_and_writes_down_what_it_tried():
-    with engine():
-        expected = train(100)
-        folder = shared_folder()
-    log = folder / "tried.csv"
-    tuned = {"AUTOTUNE": 1, "AUTOTUNE_LOG": log, "AUTOTUNE_STEPS_PER_SAMPLE": 1}
-    with engine(**tuned, AUTOTUNE_WARMUP_SAMPLES=2):
-        np.testing.assert_array_equal(train(100), expected)
-        settled = hvd.statistics()
-        assert set(hvd.allgather_object(settled["cycle_time_ns"])) == {settled["cycle_time_ns"]}
-    if hvd_rank_was_0():
-        rows = list(csv.DictReader(log.open()))
-        assert [row["phase"] for row in rows[:2]] == ["warmup", "warmup"]
-        assert rows[-1]["phase"] == "best"
-        assert {row["fusion_bytes"] for row in rows} == {"67108864", "8388608", "1048576"}
-        assert {row["cycle_time_ms"] for row in rows} == {"1", "0", "5"}
-        assert all(float(row["score_mb_per_s"]) > 0 for row in rows)
-        assert settled["fusion_bytes"] == int(rows[-1]["fusion_bytes"])
-        assert settled["cycle_time_ns"] == round(float(rows[-1]["cycle_time_ms"]) * 1e6)
-
-
-def hvd_rank_was_0() -> bool:
-    """Whether this is rank 0, between two engines."""
-    return os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0"
-
-
-def case_what_was_set_is_not_tuned():
-    chosen = {"FUSION_BYTES": "1MiB", "CYCLE_TIME_MS": 2}
-    with engine(AUTOTUNE=1, AUTOTUNE_STEPS_PER_SAMPLE=1, **chosen):
-        for step in range(40):
-            reduce_step(step, ["a", "b"])
-            now = hvd.statistics()
-            assert (now["fusion_bytes"], now["cycle_time_ns"]) == (2**20, 2_000_000)
 
 
 def case_statistics_count_what_was_done():
@@ -209,15 +148,6 @@ def case_a_batch_costs_one_report_however_its_tensors_come():
             steps = [reports_beyond_batches(400, pause, kind) for _ in range(10)][1:]
             assert all(batches < 50 for _, batches in steps), (kind, steps)
             assert sorted(beyond for beyond, _ in steps)[4] <= 1, (kind, steps)
-
-
-def case_a_batch_costs_one_report_while_something_is_tuned_too():
-    with engine(AUTOTUNE=1, AUTOTUNE_STEPS_PER_SAMPLE=1, CYCLE_TIME_MS=4):
-        steps = [reports_beyond_batches(60, 300e-6, "layer") for _ in range(120)][20:]
-        beyond = sorted(each for each, _ in steps)
-        assert beyond[len(beyond) // 2] <= 1, steps
-        batches = sorted(each for _, each in steps)
-        assert batches[len(batches) // 4] < 30, steps
 
 
 def case_what_is_polled_for_does_not_wait_for_more():

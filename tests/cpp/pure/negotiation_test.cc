@@ -619,18 +619,6 @@ TEST(random_schedules_decide_everything_exactly_once) {
   }
 }
 
-TEST(what_is_tuned_travels_in_an_agreement) {
-  Agreement agreement;
-  agreement.sequence = 1;
-  agreement.decisions.emplace_back();
-  agreement.decisions[0].kind = Decision::Kind::kTune;
-  agreement.decisions[0].set_details().cycle_time_ns = 5 * kMillisecond;
-  Agreement decoded;
-  CHECK(Decode(Encode(agreement), &decoded));
-  CHECK_EQ(decoded.decisions.size(), size_t{1});
-  CHECK_EQ(decoded.decisions[0].details().cycle_time_ns, 5 * kMillisecond);
-}
-
 // Any number of consecutive ids, with anything between them.
 TEST(ids_that_follow_one_another_travel_as_one) {
   std::mt19937 random(hororing_test::Seed());
