@@ -1,11 +1,11 @@
-"""Whether the push tier of the tests goes red: seeded faults, and which test notices each.
+"""Seeded faults: whether the push tier of the tests notices them, and which test does.
 
     python tests/mutants.py [NAME...]
 
-copies the tree into build/mutants/source, builds there, and runs the chosen test files as they are:
-they must pass. Then for each fault (all, or those named) it puts the fault in, builds, runs the
-fault's tests, which must fail, and takes the fault out. It prints an item of docs/testing.md for
-each. A fault that cannot be built is not caught, nor one that makes a C++ test hang.
+copies the tree into build/mutants/source, builds it there, and runs the tests of the chosen faults,
+which must pass. Then, for each fault (all, or those named), it seeds the fault, builds, runs the
+fault's tests, which must fail, and removes the fault. It prints an item of docs/testing.md for
+each. A fault that does not compile, or makes a C++ test hang, counts as not caught.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "build/mutants/source"
-LIMIT_S = 120  # of a C++ test file; pytest has its own in pyproject.toml
+LIMIT_S = 120  # per C++ test file; pyproject.toml has pytest's limit
 NO_ASLR = ["setarch", "-R"] if shutil.which("setarch") else []
 
 
 class Fault(NamedTuple):
-    """`tests`: a C++ test file; "tsan" and one; or "pytest" and arguments."""
+    """`tests` is a C++ test file, "tsan" and such a file, or "pytest" and its arguments."""
 
     name: str
     file: str
@@ -151,7 +151,7 @@ FAULTS = [
 
 
 def run(command: list[str]) -> tuple[int, str]:
-    """The exit code, and what was printed."""
+    """Return the exit code and the output."""
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": "1",
                    "CMAKE_ARGS": "-DHORORING_TESTING=ON",
                    "TSAN_OPTIONS": "halt_on_error=1"}  # fmt: skip
@@ -163,14 +163,14 @@ def run(command: list[str]) -> tuple[int, str]:
 
 
 def must(command: list[str]) -> None:
-    """Do what is no test; the program ends if that fails."""
+    """Run a command that is not a test; exit if it fails."""
     code, output = run(command)
     if code != 0:
         sys.exit(f"{output}\n{' '.join(command)}: failed")
 
 
 def build(tests: str) -> bool:
-    """What `tests` need, in place or in its own folder; whether that worked."""
+    """Build what `tests` need, in place or in its own folder; return whether that worked."""
     *kind, name = tests.split()
     if "pytest" in kind:
         return run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"])[0] == 0
@@ -184,7 +184,7 @@ def build(tests: str) -> bool:
 
 
 def failed_test(tests: str) -> str:
-    """The first test that fails; "": none does."""
+    """Return the first test that fails, or ""."""
     kind, *words = tests.split()
     if kind == "pytest":
         code, output = run([sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider",
@@ -195,7 +195,7 @@ def failed_test(tests: str) -> str:
         ctest = ["timeout", str(LIMIT_S), "ctest", "-V", "--no-tests=error", "-R", f"^{name}$",
                  "--test-dir", "build/tsan" if words else "build/editable"]  # fmt: skip
         code, output = run([*(NO_ASLR if words else []), *ctest])
-        if code == 124:  # it hangs, and does not say so itself
+        if code == 124:  # it hangs, and its watchdog does not report that
             return ""
         found = re.search(r"FAILED (\w+)$", output, re.MULTILINE)
         started = re.findall(r"^\d+: (\w+) \.\.\.$", output, re.MULTILINE)
@@ -210,7 +210,7 @@ def failed_test(tests: str) -> str:
 
 
 def main(names: list[str]) -> int:
-    """How many of the chosen faults are not caught."""
+    """Return the number of chosen faults that are not caught."""
     chosen = [each for each in FAULTS if not names or each.name in names]
     stale = [each for each in chosen if (ROOT / each.file).read_text().count(each.old) != 1]
     if stale or not chosen:
@@ -220,7 +220,7 @@ def main(names: list[str]) -> int:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True,
                             text=True).stdout  # fmt: skip
     files = set(filter(None, listed.split("\0")))
-    for room in ("csrc", "tests", "hororing"):  # what is gone since the last time
+    for room in ("csrc", "tests", "hororing"):  # remove files that no longer exist
         for place in (SOURCE / room).rglob("*.*"):
             if (
                 place.is_file()
@@ -230,7 +230,7 @@ def main(names: list[str]) -> int:
                 place.unlink()
     for file in files:
         place, text = SOURCE / file, (ROOT / file).read_bytes()
-        if not place.exists() or place.read_bytes() != text:  # else nothing would be built again
+        if not place.exists() or place.read_bytes() != text:  # else make rebuilds it
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, place)
     must([sys.executable, "setup.py", "-q", "build_ext", "--inplace"])

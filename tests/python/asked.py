@@ -1,4 +1,4 @@
-"""A rank that is asked what it is doing, while it does it."""
+"""Asks this rank for its stack while it works."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hororing import recorder
 
 
 def asked_during(work: Callable[[], object], frame: str) -> recorder.Recording:
-    """Repeat `work` on the main thread until a stack that was asked for shows `frame`; the answer.
+    """Repeat `work` on the main thread until a requested stack shows `frame`; return the answer.
 
-    A stack may be of the moments before and between two rounds of `work`, so one is not enough.
+    One stack is not enough, because it may come from between two rounds of `work`.
     """
     answers: list[recorder.Recording] = []
     path = recorder.find(os.getpid())

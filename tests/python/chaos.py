@@ -1,11 +1,11 @@
-"""Jobs to which things happen: ranks are killed, stopped for ever or for a moment, hosts cut off.
+"""Jobs with random faults: ranks are killed, or stopped forever or for a moment; hosts are cut off.
 
-    python tests/python/chaos.py --minutes 30            with a seed of its own, which it prints
-    python tests/python/chaos.py --minutes 30 --seed 7   the same things again
+    python tests/python/chaos.py --minutes 30            with a random seed, which it prints
+    python tests/python/chaos.py --minutes 30 --seed 7   the same faults again
 
-Any rank may be hit, rank 0 as often as others. Every survivor must end within the limit and 2 s
-more, by an error that names who was hit; a job that was only held up must go on; and nothing may be
-left behind. `make soak` runs it. The exit code is 1 when anything was not so.
+Every rank is hit with the same probability, even rank 0. Every survivor must end within the limit
+plus 2 s, with an error that names the lost rank. A job that was only delayed must go on. Nothing
+may be left behind. `make soak` runs it. The exit code is 1 if any of this fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from live_job import LiveJob, poll
 
 RANKS = Path(__file__).with_name("ending_ranks.py")
 LIMIT_S = 3
-# Beyond the limit: what it takes to notice, and to tell it. Busy machines take longer.
+# The time beyond the limit to notice a fault and to report it. Busy machines take longer.
 LATE_S = 2.0
 WAYS = {
     "mpirun, shm": {"by": "mpirun", "HORORING_TRANSPORT": "shm"},
@@ -41,7 +41,7 @@ EVENTS = ("kill", "stop", "hold up")
 
 
 def choose(rng: random.Random) -> tuple[str, int, str, int, float]:
-    """How the job is started, its ranks, what happens, to which rank or host, and when."""
+    """Return the launcher, the number of ranks, the fault, the rank or host, and the time."""
     way = rng.choice([*WAYS, *([] if mpirun.why_no_hosts() else [HOSTS])])
     if way == HOSTS:
         return way, 3, "cut", rng.randrange(2), rng.random() / 2
@@ -50,7 +50,7 @@ def choose(rng: random.Random) -> tuple[str, int, str, int, float]:
 
 
 def chaos(way: str, size: int, event: str, hit: int, after_s: float) -> None:
-    """One job. AssertionError where it went wrong."""
+    """Run a job with a fault. Raise AssertionError if it behaves wrongly."""
     options: dict[str, str] = {"hosts": "1,2"} if way == HOSTS else dict(WAYS[way])
     grace = ["--grace", str(3 * LIMIT_S)] if options.get("by") == "hororun" else []
     with LiveJob(
@@ -70,15 +70,15 @@ def chaos(way: str, size: int, event: str, hit: int, after_s: float) -> None:
             os.kill(job.pid(hit), signal.SIGCONT)
             time.sleep(LIMIT_S / 2)
             assert not any("failed" in job.printed(rank) for rank in range(size)), (
-                "it did not go on"
+                "the job did not go on"
             )
             return
         survivors = [rank for rank in range(size) if event == "cut" or rank != hit]
         ended = poll(lambda: all(not _runs(job, rank) for rank in survivors), 4 * LIMIT_S)
         took = time.monotonic() - begin
-        assert ended, f"survivors are still there after {took:.1f} s"
+        assert ended, f"survivors still run after {took:.1f} s"
         assert took < LIMIT_S + LATE_S, f"survivors ended after {took:.1f} s"
-        for rank in survivors:  # mpirun may have killed it before it said anything
+        for rank in survivors:  # mpirun may have killed it before it printed anything
             for line in job.printed(rank).splitlines():
                 if line.startswith("failed"):
                     facts = json.loads(line.removeprefix("failed"))

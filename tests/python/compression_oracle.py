@@ -1,7 +1,7 @@
-"""Compression with error feedback in NumPy: all ranks in one place, from the publications.
+"""Compression with error feedback in NumPy, for all ranks at once, written from the publications.
 
-Each takes the gradients of one step as an array of (ranks, elements) and returns their sum as the
-method estimates it; `errors` are what it keeps, by rank.
+Each method takes the gradients of one step as an array of (ranks, elements) and returns its
+estimate of their sum; `errors` are the errors that it keeps, by rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Int8:
     def __init__(self, ranks: int, sizes: list[int], block: int) -> None:
         self.block = block
         self.blocks = sum(-(-size // block) for size in sizes)
-        # Where the elements are among the blocks, in which each gradient begins a new one.
+        # The places of the elements in the blocks. Each gradient begins a new block.
         self.where = np.zeros(0, int)
         for size in sizes:
             begin = -(-(self.where[-1] + 1) // block) * block if len(self.where) else 0
@@ -39,7 +39,7 @@ class Int8:
             error -= sent
             total += sent
         result = self._round(total)
-        for rank in range(ranks):  # who owns a part of the sum keeps its error
+        for rank in range(ranks):  # the owner of a part of the sum keeps its error
             begin, end = (self.blocks * at // ranks * self.block for at in (rank, rank + 1))
             self.errors[rank, begin:end] += (total - result)[begin:end]
         return result[self.where]
@@ -65,7 +65,7 @@ class TopK:
 
 
 class PowerSGD:
-    """Vogels et al. 2019, algorithms 1 and 2, of one matrix; `q` is what it begins with."""
+    """Vogels et al. 2019, algorithms 1 and 2, for one matrix; `q` is the initial factor."""
 
     def __init__(self, ranks: int, shape: tuple[int, int], q: np.ndarray) -> None:
         self.shape, self.q = shape, q
@@ -74,7 +74,7 @@ class PowerSGD:
     def reduce(self, gradients: np.ndarray) -> np.ndarray:
         matrices = gradients.reshape(self.errors.shape) + self.errors
         p = np.mean([matrix @ self.q for matrix in matrices], axis=0)
-        for column in range(p.shape[1]):  # Gram and Schmidt
+        for column in range(p.shape[1]):  # Gram-Schmidt
             for before in range(column):
                 p[:, column] -= (p[:, before] @ p[:, column]) * p[:, before]
             p[:, column] /= np.linalg.norm(p[:, column])

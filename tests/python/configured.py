@@ -1,4 +1,4 @@
-"""Parts of tests of the engine: settings of its own, what it counted, and its errors."""
+"""Helpers for tests of the engine: settings, statistics and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import hororing.numpy as hvd
 
 @contextlib.contextmanager
 def engine(**knobs: object) -> Iterator[None]:
-    """One that is configured so: REPRODUCIBLE=1, say."""
+    """Run an engine with these settings, such as REPRODUCIBLE=1."""
     os.environ.update({f"HORORING_{name}": str(value) for name, value in knobs.items()})
     hvd.init()
     try:
@@ -25,9 +25,9 @@ def engine(**knobs: object) -> Iterator[None]:
 
 
 def made_at_once(step: Callable[[], object], times: int = 2000) -> bool:
-    """Whether `step` waited for a sum that was made without negotiation, in as many calls.
+    """Call `step` until it sums without negotiation, up to `times` times; return whether it did.
 
-    That needs ranks that come to it at the same time. All ranks agree on whether they did, and so
+    This needs ranks that call it at the same time. All ranks agree on whether they did, so they
     stop after the same call.
     """
     before = hvd.statistics()["allreduces_at_once"]
@@ -40,7 +40,7 @@ def made_at_once(step: Callable[[], object], times: int = 2000) -> bool:
 
 @contextlib.contextmanager
 def raises(kind: type[BaseException], *texts: str) -> Iterator[None]:
-    """Fail unless the block raises that, and all texts are in its message."""
+    """Fail unless the block raises `kind`, with all `texts` in its message."""
     with pytest.raises(kind) as caught:
         yield
     for text in texts:

@@ -33,7 +33,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def rsh(tmp_path: Path) -> str:
-    """Instead of ssh: another environment and folder, and a greeting, but the same host."""
+    """Replace ssh by a script on this host, with another environment and folder, and a greeting."""
     script = tmp_path / "rsh"
     script.write_text(
         '#!/bin/sh\nhost=$1; shift\necho "welcome to $host"\ncd /\n'

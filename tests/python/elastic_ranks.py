@@ -1,4 +1,4 @@
-"""Elastic jobs of real processes, for tests: a store in this process, and ranks that sum.
+"""Elastic jobs for tests: a store in this process, and real processes as ranks, which sum.
 
 Each rank prints lines "event number number ...", which the store's process reads.
 """
@@ -20,7 +20,7 @@ from hororing.rendezvous.generations import Event, Lost, World
 DEADLINE_S = 60.0
 SECRET = "of these tests, 32 characters ..."
 
-# A step is a sum of ones. It goes on until the file `stop` is there, which all see together.
+# A step is a sum of ones. The ranks agree to stop once the file `stop` exists.
 TRAIN = """
 import os, sys, time
 import numpy as np
@@ -54,13 +54,13 @@ print("end", step, hvd.allreduce(np.array([float(step)]), op=hvd.Max)[0], flush=
 
 
 class ElasticJob:
-    """A store and the processes that this starts; as a context manager it leaves none behind.
+    """A store, and processes. As a context manager it ends all of them.
 
     Attributes
     ----------
-    events : what the store has told, in its order.
-    ranks : the processes, in the order in which they were started.
-    lines : what each has printed.
+    events : the events of the store, in order.
+    ranks : the processes, in the order of their start.
+    lines : the output of each process.
     """
 
     def __init__(self, np: int, min_np: int = 1, max_np: int | None = None, **how: Any) -> None:
@@ -68,7 +68,7 @@ class ElasticJob:
         self.ranks: list[subprocess.Popen[str]] = []
         self.lines: list[list[str]] = []
         self._changed = threading.Condition()
-        # So long that nobody is declared lost on a busy machine, unless a test wants that.
+        # Long enough that no process is declared lost on a busy machine.
         how = {"peer_timeout_s": DEADLINE_S, **how}
         self.store = ElasticStore(
             job="elastic", secret=SECRET.encode(), np=np, min_np=min_np, max_np=max_np or np + 1,
@@ -86,7 +86,7 @@ class ElasticJob:
         self.store.stop()
 
     def start(self, *arguments: str, script: str = TRAIN, **variables: str) -> int:
-        """Start a process; its place in `ranks`."""
+        """Start a process; return its index in `ranks`."""
         env = {
             **os.environ, "HORORING_ELASTIC": "1", "HORORING_JOB": "elastic",
             "HORORING_RENDEZVOUS": f"127.0.0.1:{self.store.port}", "HORORING_SECRET_KEY": SECRET,
@@ -94,7 +94,7 @@ class ElasticJob:
         }  # fmt: skip
         rank = subprocess.Popen(
             [sys.executable, "-c", script, *arguments], env=env, stdout=subprocess.PIPE, text=True,
-            # Shells let what they start in the background ignore it.
+            # Shells make background processes ignore SIGINT.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
         self.ranks.append(rank)
@@ -103,13 +103,13 @@ class ElasticJob:
         return len(self.ranks) - 1
 
     def begin(self, count: int, *arguments: str, script: str = TRAIN, **variables: str) -> None:
-        """Start the first ones, and wait until all of them work."""
+        """Start the first processes, and wait until all of them work."""
         for _ in range(count):
             self.start(*arguments, script=script, **variables)
         self.wait(lambda: all(self.started(each, 1) for each in range(count)))
 
     def kill(self, rank: int) -> list[int]:
-        """Kill a rank of the last generation; the others, as soon as they work without it."""
+        """Kill a rank of the last generation; return the others once they work without it."""
         world, killed = self.worlds()[-1], self.process_of(rank)
         self.ranks[killed].kill()
         pids = [each.pid for each in world.members]
@@ -118,7 +118,7 @@ class ElasticJob:
         return rest
 
     def wait(self, true: Callable[[], Any]) -> Any:
-        """Until `true` is so; what it returns."""
+        """Wait until `true` returns something true, and return that."""
         end = time.monotonic() + DEADLINE_S
         with self._changed:
             while not (found := true()):
@@ -128,24 +128,24 @@ class ElasticJob:
         return found
 
     def worlds(self) -> list[World]:
-        """The generations so far."""
+        """Return the generations so far."""
         return [event for event in self.events if isinstance(event, World)]
 
     def lost(self) -> list[Lost]:
-        """Who was lost so far."""
+        """Return the lost processes so far."""
         return [event for event in self.events if isinstance(event, Lost)]
 
     def started(self, process: int, generation: int) -> bool:
-        """Whether the process has begun to work in it."""
+        """Return whether the process has begun to work in this generation."""
         return any(line.split()[:2] == ["world", str(generation)] for line in self.lines[process])
 
     def process_of(self, rank: int) -> int:
-        """Which of `ranks` has this rank in the last generation."""
+        """Return the index in `ranks` of this rank of the last generation."""
         pid = self.worlds()[-1].members[rank].pid
         return [each.pid for each in self.ranks].index(pid)
 
     def ends(self, *processes: int) -> list[str]:
-        """The last lines of these, which end as they should."""
+        """Wait for the successful end of these processes; return their last lines."""
         for each in processes:
             assert self.ranks[each].wait(DEADLINE_S) == 0, self.lines
         self.wait(lambda: all(self.lines[each][-1].startswith("end") for each in processes))

@@ -1,4 +1,4 @@
-"""What the ranks of test_job_endings.py do: one function per kind of end."""
+"""The ranks of test_job_endings.py: one function per kind of end."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from hororing._core import lib
 
 def say(word: str, *rest: object) -> None:
     line = " ".join(map(str, [word, *rest]))
-    os.write(1, f"{line}\n".encode())  # at once: the engine writes lines of its own
+    os.write(1, f"{line}\n".encode())  # in one write: the engine writes lines, too
 
 
 def begin() -> None:
     say("pid", os.getpid())
-    # Lets a survivor tell what it saw before mpirun's SIGKILL, which comes a second after SIGTERM.
+    # A survivor can report before mpirun's SIGKILL, which comes a second after SIGTERM.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     hvd.init()
     hvd.barrier()
@@ -44,7 +44,7 @@ def tell(error: Exception, since: float) -> None:
 
 
 def fail_with(collective) -> None:
-    """Run `collective`, tell how it failed, and end as a script would that does not catch it."""
+    """Run `collective`, report its failure, and end like a script that does not catch it."""
     began = time.monotonic()
     try:
         collective()
@@ -70,25 +70,25 @@ def die_idle() -> None:
 
 
 def die_one_after_the_other() -> None:
-    """The last rank is killed from outside, and rank 0 ends because of it."""
+    """The last rank is killed from outside, and then the others kill themselves."""
     begin()
     if the_last_one():
         time.sleep(1000)
     with contextlib.suppress(errors.PeerLostError):
         fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
     hvd.shutdown()
-    os.kill(os.getpid(), signal.SIGKILL)  # after another end mpirun ends the job
+    os.kill(os.getpid(), signal.SIGKILL)  # after any other end, mpirun ends the job
 
 
 def wait_for_its_middle(ones: np.ndarray, handle: int) -> None:
     sample = ones[:: 1 << 18]
     while not (sample != 1).any() and not hvd.poll(handle):
         pass
-    assert (sample == 1).any(), "it was over before it could be interrupted"
+    assert (sample == 1).any(), "the sum was complete before the interruption"
 
 
 def die_in_a_large_allreduce(signal_: int = signal.SIGKILL) -> None:
-    """When some numbers are reduced and others not yet: the rank of the argument, else the last."""
+    """The rank of the argument, or the last one, dies when the sum is partly reduced."""
     begin()
     numbers = np.ones(32 << 20, np.float32)
     if hvd.rank() == int((*sys.argv, hvd.size() - 1)[2]):
@@ -107,7 +107,7 @@ def die_before_init() -> None:
 
 
 def die_while_others_compute() -> None:
-    """Nobody waits for the dead rank when it dies; the next collective tells."""
+    """No rank waits for the dead one when it dies; the next collective fails."""
     begin()
     if the_last_one():
         time.sleep(1000)
@@ -116,11 +116,11 @@ def die_while_others_compute() -> None:
     fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
 
 
-# -- told to end -------------------------------------------------------------------------------
+# -- signals -----------------------------------------------------------------------------------
 
 
 def work() -> None:
-    """Go on until somebody ends it: collectives on all ranks, with Python's own signals."""
+    """Run collectives on all ranks until a signal, with Python's own handlers."""
     begin()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     numbers = np.ones(1 << 20, np.float32)
@@ -147,7 +147,7 @@ def wait_in_vain() -> None:
 
 
 def compute() -> None:
-    """No collective at all, and no look at any of ours."""
+    """Compute without any call of hororing."""
     begin()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     say("working")
@@ -156,7 +156,7 @@ def compute() -> None:
 
 
 def compute_alone() -> None:
-    """As `compute`, before init()."""
+    """The same as `compute`, before init()."""
     say("pid", os.getpid())
     say("working")
     while True:
@@ -173,16 +173,16 @@ def end_without_shutdown() -> None:
 
 
 def end_at_different_times() -> None:
-    """Rank 0 is early, the others do something else for a while, without collectives."""
+    """Rank 0 ends early; the others work for a while without collectives."""
     hvd.init()
     hvd.barrier()
     time.sleep(0.3 * hvd.rank())
 
 
 def exit_3() -> None:
-    """The last rank ends with code 3, or with none: by what is named, among others."""
+    """The last rank ends with code 3, in the way that the argument names, or normally."""
     begin()
-    kept = sys.modules[__name__].kept = []  # exceptions that live until the end
+    kept = sys.modules[__name__].kept = []  # keeps exceptions alive until the end
     try:
         sys.exit(4)
     except SystemExit as error:
@@ -223,7 +223,7 @@ def raise_without_text() -> None:
 
 
 def end_early() -> None:
-    """The last rank is at its end while the others go on; later verbs fail alike, at once."""
+    """The last rank ends while the others go on; all later verbs fail at once."""
     begin()
     if the_last_one():
         return
@@ -259,7 +259,7 @@ def stop_in_a_large_allreduce() -> None:
 
 
 def stop_before_submitting() -> None:
-    """The rank that the argument names, else the last one."""
+    """The rank of the argument, or the last one, stops before it submits."""
     begin()
     if hvd.rank() == int((*sys.argv, hvd.size() - 1)[2]):
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -276,12 +276,12 @@ def shut_down() -> None:
 
 
 def uneven_batches() -> None:
-    """Rank 1 has fewer, and goes on to a metric; the ranks start anew after the error."""
+    """Rank 1 has fewer batches, and reduces a metric; after the error, all call init again."""
 
     def step() -> None:
         hvd.allreduce(np.ones(4), name="gradient")
 
-    if sys.argv[2] == "graph":  # where no thread is blocked
+    if sys.argv[2] == "graph":  # in which no thread is blocked
         import tensorflow as tf
 
         import hororing.tensorflow as hvd_tf
@@ -302,7 +302,7 @@ def uneven_batches() -> None:
 
 
 def reduce_until_it_fails() -> None:
-    """Small sums, by one-shot exchange or negotiated, and large ones."""
+    """Reduce small tensors, by one-shot exchange or negotiated, and large ones."""
     begin()
     large = np.ones(1 << 20, np.float32)
     handles = []
@@ -322,7 +322,7 @@ def reduce_until_it_fails() -> None:
 
 
 def compute_then_reduce() -> None:
-    """Nothing is in flight when the network is cut."""
+    """No collective is in flight when the network is cut."""
     begin()
     while "cut" not in os.listdir(sys.argv[2]):
         time.sleep(0.01)
@@ -330,7 +330,7 @@ def compute_then_reduce() -> None:
 
 
 def never_call_init() -> None:
-    """MPI is initialised everywhere, by mpi4py, but the last rank does not call init()."""
+    """mpi4py initializes MPI on all ranks, but the last rank does not call init()."""
     from mpi4py import MPI
 
     say("pid", os.getpid())
@@ -339,7 +339,7 @@ def never_call_init() -> None:
     fail_with(hvd.init)
 
 
-# -- asked what they are doing -----------------------------------------------------------------
+# -- asked for their stacks --------------------------------------------------------------------
 
 
 def compute_instead() -> None:
@@ -360,7 +360,7 @@ def be_busy_elsewhere() -> None:
 
 
 def wait_for_one_in_mpi_init() -> None:
-    """The last rank comes late, or never: the others wait for it inside MPI_Init."""
+    """The others wait inside MPI_Init for the last rank, which comes late or never."""
     say("pid", os.getpid())
     if the_last_one_of_mpi():
         time.sleep(1000)
@@ -392,7 +392,7 @@ def the_last_one_of_mpi() -> bool:
 
 
 def interrupt_init_everywhere() -> None:
-    """A signal before every line of init, alone: afterwards there is no engine, or there is one."""
+    """Interrupt init before every line: it leaves either no engine or a running one."""
     say("pid", os.getpid())
     from test_interrupts import interrupted
 
@@ -410,7 +410,7 @@ def interrupt_init_everywhere() -> None:
 
 def listen_nowhere() -> None:
     """No socket of a rank listens on an interface that other hosts may reach."""
-    os.environ.pop("OMPI_MCA_btl", None)  # of the tests
+    os.environ.pop("OMPI_MCA_btl", None)  # set by the tests
     hvd.init()
     assert hvd.allreduce(np.ones(4), op=hvd.Sum)[0] == hvd.size()
     mine = {os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if os.path.islink(fd.path)}
@@ -426,7 +426,7 @@ def listen_nowhere() -> None:
 
 
 def fork() -> None:
-    """Children between collectives: one that does nothing of ours, one that tries."""
+    """Fork children between collectives: one that does not call hororing, and one that does."""
     import multiprocessing
 
     begin()
@@ -435,7 +435,7 @@ def fork() -> None:
         handle = hvd.allreduce_async(np.full(1000, hvd.rank() + 1.0), name="x", op=hvd.Sum)
         child = os.fork()
         if child == 0:
-            sys.exit(step)  # runs exit hooks, those of hororing among them
+            sys.exit(step)  # runs exit hooks, including hororing's
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == step
         queue = context.SimpleQueue()
         worker = context.Process(target=try_everything, args=(queue,))
@@ -463,7 +463,7 @@ def try_everything(queue) -> None:
             verb()
         except Exception as error:
             answers.append(type(error).__name__ if "forked" in str(error) else str(error))
-    hvd.shutdown()  # does nothing
+    hvd.shutdown()  # has no effect
     queue.put(answers)
 
 
@@ -472,7 +472,7 @@ def spawn() -> None:
     import multiprocessing
 
     begin()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the pool ends its workers with
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the pool ends its workers with it
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         text = pool.apply(init_in_a_worker)
     assert "called in a worker process of multiprocessing" in text, text
@@ -481,7 +481,7 @@ def spawn() -> None:
 
 
 def start_scripts() -> None:
-    """What a rank starts inherits its variables, and must not take its place either."""
+    """Programs that a rank starts inherit its variables, and must not take its place, either."""
     begin()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     script = [sys.executable, "-c", "import hororing.numpy as hvd; hvd.init(); print(hvd.size())"]
@@ -500,7 +500,7 @@ def start_scripts() -> None:
     assert f"that rank {hvd.rank()} (pid {os.getpid()}) has started" in refused.stderr, refused
     alone = run(script, HORORING_ALONE="1")
     assert (alone.returncode, alone.stdout) == (0, "1\n"), alone
-    if hvd.rank() == 0:  # a job of its own
+    if hvd.rank() == 0:  # a separate job
         nested = run([mpirun.launcher(), "-np", "2", *script])
         assert (nested.returncode, nested.stdout) == (0, "2\n2\n"), nested
     assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == hvd.size()
@@ -516,7 +516,7 @@ def init_in_a_worker() -> str:
 
 
 class Squares:
-    """A data set; its items are made in worker processes."""
+    """A data set whose items are made in worker processes."""
 
     def __init__(self) -> None:
         self.rank = hvd.rank()
@@ -533,7 +533,7 @@ class Squares:
 
 
 def train_with_workers() -> None:
-    """DataLoader workers, forked or spawned, beside gradients in flight; two epochs."""
+    """Train two epochs with DataLoader workers, forked or spawned, and gradients in flight."""
     import torch
 
     import hororing.torch as hvd_torch
@@ -550,7 +550,7 @@ def train_with_workers() -> None:
         sampler=sampler,
         num_workers=2,
         multiprocessing_context=sys.argv[2],
-        persistent_workers=sys.argv[2] == "spawn",  # they take long to start
+        persistent_workers=sys.argv[2] == "spawn",  # they start slowly
     )
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)

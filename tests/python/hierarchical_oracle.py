@@ -1,4 +1,4 @@
-"""Hierarchical SGD of a linear model in NumPy, all ranks at once: what the adapters are held to."""
+"""Hierarchical SGD of a linear model in NumPy, all ranks at once: the oracle for the adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROWS, INPUTS, OUTPUTS = 5, 3, 2
 
 
 def batch(seed: int, step: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """What `rank` learns from in the step that is the `step`-th, from 1."""
+    """Return the batch of `rank` in step `step`, counted from 1."""
     random = np.random.default_rng((seed, step, rank))
     return random.normal(size=(ROWS, INPUTS)), random.normal(size=(ROWS, OUTPUTS))
 
@@ -20,7 +20,7 @@ def first_weights(seed: int) -> np.ndarray:
 
 
 class Oracle:
-    """`levels` as (period, groups). All but the last three are as for HierarchicalSGD.
+    """`levels` are pairs (period, groups). Most other arguments are those of HierarchicalSGD.
 
     `outer` is None, ("slowmo", alpha, beta) or ("nesterov", lr, momentum).
     """
@@ -59,7 +59,7 @@ class Oracle:
         return np.stack(result)
 
     def next(self) -> int | None:
-        """Take a step; return the period that averages, if any does."""
+        """Take a step; return the period of the level that averages, or None."""
         self.step += 1
         local = self.step > self.warmup
         g = self.gradients()
@@ -76,7 +76,7 @@ class Oracle:
                 if self.policy == "reset":
                     self.v[:] = 0
         self.pending = [each for each in self.pending if each[0] > self.step]
-        # The clock by counting, not by the formula.
+        # The clock counts steps, independently of the formula.
         fires = None
         for at, (period, _) in enumerate(self.levels):
             if local and self.step in range(self.warmup + period, self.step + 1, period):
@@ -122,7 +122,7 @@ def blocks(size: int, by: int) -> list[list[int]]:
 
 
 def configurations(size: int) -> dict[str, dict]:
-    """By a name, what `Oracle` is given; for any number of ranks."""
+    """Return arguments of `Oracle` by name, for any number of ranks."""
     half = size // 2 if size % 2 == 0 else 1
     two = [(2, blocks(size, half)), (4, [range(size)])]
     uneven = [(1, [[size - 1], *([list(range(size - 1))] if size > 1 else [])]), (3, [range(size)])]

@@ -1,4 +1,4 @@
-"""Parts of tests of hororun: start it, talk to its ranks, see who is alive."""
+"""Helpers for tests of hororun: start it, talk to its ranks, see which processes are alive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 HORORUN = [sys.executable, "-m", "hororing.hororun"]
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0
-# As little as a rank can be.
+# A minimal rank.
 SH = "/bin/sh"
 
 
@@ -43,7 +43,7 @@ def start(*words: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
-        # Shells let what they start in the background ignore it, and then so does hororun.
+        # Shells make background processes ignore SIGINT, and hororun would inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 

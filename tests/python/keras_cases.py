@@ -1,6 +1,6 @@
-"""What hororing.keras does on every backend of Keras: cases for test_keras_*.py.
+"""Cases for hororing.keras on every backend of Keras, for test_keras_*.py.
 
-Imported on the ranks only, when KERAS_BACKEND is set. Every rank knows the data of all.
+Only ranks import this file, with KERAS_BACKEND set. Every rank knows the data of all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hororing.keras.distributed import Distributed
 from hororing.names import default_name
 
 BACKEND = keras.backend.backend()
-# Keras on torch computes losses in float32, whatever floatx is; on JAX it rounds their divisor.
+# On torch, Keras computes losses in float32, whatever floatx is; on JAX, it rounds their divisor.
 TOLERANCE = {"rtol": 1e-6, "atol": {"torch": 1e-6, "jax": 1e-7, "tensorflow": 1e-9}[BACKEND]}
 STEPS, BATCH = 20, 12
 FEATURES, OUTPUTS = 5, 2
@@ -43,7 +43,7 @@ Y = RANDOM.normal(size=(STEPS * BATCH, OUTPUTS))
 
 
 def mine(data: np.ndarray, steps: int = STEPS) -> np.ndarray:
-    """This rank's part of every batch."""
+    """Return this rank's part of every batch."""
     rank, size = hvd.rank(), hvd.size()
     batches = data[: steps * BATCH].reshape(steps, size, BATCH // size, *data.shape[1:])
     return batches[:, rank].reshape(-1, *data.shape[1:])
@@ -56,7 +56,7 @@ def network(seed: int = 0, built: bool = True) -> keras.Model:
 
 
 def fit(model, optimizer, steps=STEPS, parts=1, callbacks=(), alone=False, **options):
-    """Train on this rank's part of the batches, each cut into `parts`; or `alone` on all of it."""
+    """Train on this rank's part of every batch, in `parts` pieces; with `alone`, on all of it."""
     model.compile(optimizer, "mse")
     x, y, size = (X[: steps * BATCH], Y[: steps * BATCH], 1) if alone else (
         mine(X, steps), mine(Y, steps), hvd.size()
@@ -84,14 +84,14 @@ def sgd(**options):
 
 @contextlib.contextmanager
 def folder():
-    """One folder for all ranks."""
+    """Return a new folder, the same on all ranks."""
     with tempfile.TemporaryDirectory() as own:
         yield Path(hvd.broadcast_object(own))
         hvd.barrier()
 
 
 class Straight(keras.Model):
-    """y = x w, of which the gradient is known."""
+    """y = x w, whose gradient is known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def gradient_at(w: np.ndarray, step: int) -> np.ndarray:
 
 
 class Counting(keras.Model):
-    """Tells how many samples its loss is the mean of."""
+    """Records the number of samples in its loss."""
 
     count = None
 
@@ -262,7 +262,7 @@ def case_schedules_count_updates_and_not_passes():
         backward_passes_per_step=3,
         average_aggregated_gradients=True,
     )
-    fit(model, optimizer, steps=2, parts=2)  # the second update is not there yet
+    fit(model, optimizer, steps=2, parts=2)  # the second update is still pending
     assert int(optimizer.iterations) == 1
     once = model.get_weights()
     assert_equal_on_all_ranks(model)
@@ -291,7 +291,7 @@ def case_an_overflow_on_one_rank_makes_all_skip():
         assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         model.compile(optimizer, "mse")
         assert model.optimizer is optimizer
-        # Small enough for float16, times the scale of 2^15.
+        # Small enough for float16, even with the scale of 2^15.
         x, y = mine(X, 3) / 16, mine(Y, 3) / 16
         if hvd.rank() == hvd.size() - 1:
             x[BATCH // hvd.size()] = np.inf  # in the second of three batches
@@ -514,7 +514,7 @@ def case_a_saved_model_goes_on_with_us():
 
 
 def load_without_us(path: Path, optimizer) -> None:
-    """Load a file in a process that has no hororing; it starts slowly, so others go on."""
+    """Load a file in a process without hororing; other ranks do not wait for its slow start."""
     with zipfile.ZipFile(path) as archive:
         assert b"hororing" not in archive.read("config.json")
     own = tempfile.TemporaryDirectory()
@@ -528,7 +528,7 @@ def load_without_us(path: Path, optimizer) -> None:
     LOADING.append((process, own, state))
 
 
-# -- nobody trains without a reduction -------------------------------------------------------------
+# -- training without gradient averaging is an error -----------------------------------------------
 
 
 def case_a_plain_optimizer_is_an_error_after_the_first_batch():
@@ -594,7 +594,7 @@ def case_wrong_use():
     if hvd.size() > 1:
         with pytest.raises(ValueError, match=r"groups\[0\] holds a variable that is not"):
             step(stranger, [np.zeros(2)], weights)
-    # Errors on one rank alone must not make default names differ.
+    # An error on one rank must not change its default names.
     number = default_name("optimizer")
     assert len(set(hvd.allgather_object(str(number)))) == 1
 
@@ -635,7 +635,7 @@ def case_warmup_raises_the_rate_batch_by_batch():
 
         per_epoch = 4
         with contextlib.redirect_stdout(printed):
-            for epoch in range(3):  # by hand: each epoch has other data
+            for epoch in range(3):  # one epoch at a time: each has other data
                 rows = slice(epoch * per_epoch * BATCH // hvd.size(), None)
                 model.fit(
                     mine(X)[rows], mine(Y)[rows], batch_size=BATCH // hvd.size(), shuffle=False,
@@ -648,8 +648,8 @@ def case_warmup_raises_the_rate_batch_by_batch():
             0.1 / n * (min(batch + 1, 8) / per_epoch * (n - 1) / 2 + 1) for batch in range(12)
         ]
         np.testing.assert_allclose(rates, expected)
-        # Keras rounds constants to float32 (momentum on TensorFlow, the loss's divisor on JAX): in
-        # one process, without us, these 12 steps are 3e-8 apart.
+        # Keras rounds constants to float32 (momentum on TensorFlow, the loss's divisor on JAX). In
+        # one process without hororing, this makes a difference of 3e-8 after these 12 steps.
         close = {**TOLERANCE, "atol": 1e-6}
         np.testing.assert_allclose(weights, simulated(rates, 0.9, corrected), **close)
         assert ("at 0.1" in printed.getvalue()) == (hvd.rank() == 0)
@@ -726,7 +726,7 @@ def case_values_are_numpys():
 
 def case_variables_of_all_types_are_broadcast():
     kinds = ["float16", "bfloat16", "float32", "int32", "uint8", "bool", "uint32", "float8_e4m3fn"]
-    if BACKEND == "torch":  # Keras has no unsigned ones there, and cannot read floats of 8 bits
+    if BACKEND == "torch":  # Keras has no unsigned types there, and cannot read 8-bit floats
         kinds = kinds[:-2]
     values = [
         keras.Variable(np.ones(3) * hvd.rank(), dtype=kind, trainable=False) for kind in kinds

@@ -15,7 +15,7 @@ import hororing.keras as hvd
 from hororing.toolkit.keras.optim import LAMB, LARS, HierarchicalSGD, HierarchicalSGDCallback
 from hororing.toolkit.large_batch.outer import OuterSGD, SlowMo
 
-# See TOLERANCE of keras_cases.py; here steps add up.
+# See TOLERANCE in keras_cases.py; here errors add up over steps.
 CLOSE = {"rtol": 1e-6, "atol": 1e-5 if BACKEND == "torch" else 1e-6}
 STEPS_TAKEN = 9
 SHOWN = [
@@ -25,7 +25,7 @@ SHOWN = [
 
 
 class Look(keras.callbacks.Callback):
-    """Calls something with the model after every batch; stands after the one that averages."""
+    """Calls a function with the model after every batch. Comes after the averaging callback."""
 
     def __init__(self, look) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def case_hierarchical_sgd_has_the_oracles_weights():
         train(model, seed, look=compare)
         assert oracle.step == STEPS_TAKEN
         everybody = hvd.allgather(model.get_weights()[0][None])
-        assert (everybody == everybody[0]).all()  # the end of training averages
+        assert (everybody == everybody[0]).all()  # training ends with an average
 
 
 def case_hierarchical_sgd_of_lars_and_lamb_averages_what_they_do_alone():

@@ -1,7 +1,7 @@
-"""LARS and LAMB on NumPy arrays of float64, one tensor at a time, as their papers write them.
+"""LARS and LAMB in NumPy's float64, one tensor at a time, as in their papers.
 
-Also the problem on which optimizers are compared with them: 100 steps with random gradients that
-depend on the weights, and a rate that rises and falls.
+Optimizers are compared with them on a problem of 100 steps, with random gradients that depend on
+the weights, and a rate that rises and falls.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def lamb(*, betas, eps, weight_decay, phi, adapt=True) -> Callable[[Array, Array
 
 
 def beginning(seed: int) -> list[Array]:
-    """Weights; one tensor is zero, so that its norm is."""
+    """Return initial weights; one tensor is zero, and so is its norm."""
     random = np.random.default_rng(seed)
     weights = [random.normal(size=shape) for shape in SHAPES]
     weights[4][:] = 0
@@ -104,7 +104,7 @@ def beginning(seed: int) -> list[Array]:
 
 
 def noises(seed: int) -> Iterator[list[Array]]:
-    """What gradients are beside a part of the weights, step by step; sometimes nothing at all."""
+    """Yield the random part of the gradients of each step; a tensor's is zero in some steps."""
     random = np.random.default_rng(seed + 1)
     for step in range(STEPS):
         noise = [random.normal(size=shape) for shape in SHAPES]
@@ -114,7 +114,7 @@ def noises(seed: int) -> Iterator[list[Array]]:
 
 
 def gradient(weight: Any, noise: Any) -> Any:
-    """For arrays and tensors of any framework."""
+    """Return the gradient, for arrays and tensors of any framework."""
     return 0.1 * weight * (noise * noise).sum() + noise
 
 
@@ -136,7 +136,7 @@ def trajectory(
 
 
 def assert_close(found: list[Array], expected: list[Array], tolerance: float) -> None:
-    """Compare tensors by their norms; of tensors that came near zero, by the size of weights, 1."""
+    """Compare tensors relative to their norms, or to 1 if a tensor is close to zero."""
     for at, (here, there) in enumerate(zip(found, expected, strict=True)):
         error = norm(np.asarray(here, np.float64) - there) / max(norm(there), 1.0)
         assert error <= tolerance, f"tensor {at}: {error}"

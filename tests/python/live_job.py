@@ -1,8 +1,8 @@
-"""A job under mpirun that a test watches and acts upon while it runs: kill this, stop that.
+"""A job under mpirun that a test observes and disturbs while it runs.
 
-The processes of a job are found by a mark in their environment, so that one which has lost its
-parents is found as well. Of the files in /dev/shm those of MPI are in a folder of the job, and ours
-have the process ids of its ranks in their names: other jobs of this machine do not disturb.
+A mark in the environment identifies the processes of the job, even those that have lost their
+parents. In /dev/shm, MPI's files are in a folder of the job, and hororing's have the process ids of
+its ranks in their names, so other jobs on this machine do not matter.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import mpirun
 T = TypeVar("T")
 MARK = "TEST_JOB"
 SHM = Path("/dev/shm")
-# Seconds that a state may take to come. Far above what it takes, for busy machines.
-PATIENCE_S = 60.0  # a busy machine is no hang
+# Time limit for reaching a state, in s: long, for busy machines.
+PATIENCE_S = 60.0
 
 
 def poll(look: Callable[[], T], timeout_s: float = PATIENCE_S) -> T:
-    """Call `look` until it returns something true, or the time is over; return the last answer."""
+    """Call `look` until it returns something true, or the time limit; return its last result."""
     deadline = time.monotonic() + timeout_s
     while not (answer := look()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -36,7 +36,7 @@ def poll(look: Callable[[], T], timeout_s: float = PATIENCE_S) -> T:
 
 
 def processes_marked(mark: str) -> list[int]:
-    """Everything alive (zombies are not) with `mark` in its environment."""
+    """Return the live processes (not zombies) with `mark` in their environment."""
     wanted = f"{MARK}={mark}\0".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -44,7 +44,7 @@ def processes_marked(mark: str) -> list[int]:
             try:
                 if wanted in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
-            except OSError:  # it has ended meanwhile, or is not ours
+            except OSError:  # it has ended, or belongs to another user
                 continue
     return found
 
@@ -52,7 +52,7 @@ def processes_marked(mark: str) -> list[int]:
 class LiveJob:
     """Runs `function` of a file of rank scripts (`file FUNCTION ARGS`) on `size` ranks.
 
-    `hosts`: as for mpirun.run. `by`: the launcher.
+    `hosts` is the same as for mpirun.run; `by` is the launcher.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LiveJob:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.out = Path(self._folder.name)
         self._mpi_files = Path(tempfile.mkdtemp(prefix="test-", dir=SHM))
-        # Hosts have a /dev/shm of their own each, which ends with them.
+        # Every emulated host has its own /dev/shm, which ends with it.
         files = {} if hosts else {"OMPI_MCA_btl_sm_backing_directory": str(self._mpi_files)}
         self.launcher = mpirun.start(
             self._folder.name, size, ["--script", str(file), function, *args],
@@ -96,12 +96,12 @@ class LiveJob:
         shutil.rmtree(self._mpi_files, ignore_errors=True)
 
     def printed(self, rank: int) -> str:
-        """What a rank has printed so far."""
+        """Return the output of a rank so far."""
         file = self.out / f"{rank}.out"
         return file.read_text(errors="replace") if file.exists() else ""
 
     def said(self, rank: int, word: str) -> str:
-        """The rest of the line of a rank that begins with `word`; waits for it."""
+        """Wait for a line of a rank that begins with `word`; return its rest."""
 
         def look() -> str | None:
             for line in self.printed(rank).splitlines(keepends=True):
@@ -110,11 +110,11 @@ class LiveJob:
             return None
 
         line = poll(look)
-        assert line is not None, f"rank {rank} did not say {word!r}\n{self.report()}"
+        assert line is not None, f"rank {rank} did not print {word!r}\n{self.report()}"
         return line.partition(word)[2].strip()
 
     def pid(self, rank: int) -> int:
-        """Process id of a rank, as it says."""
+        """Return the process id that a rank has printed."""
         return int(self.said(rank, "pid"))
 
     def wait_until_all_say(self, word: str) -> None:
@@ -122,19 +122,19 @@ class LiveJob:
             self.said(rank, word)
 
     def alive(self) -> list[int]:
-        """The processes of this job, mpirun among them."""
+        """Return the processes of this job, including mpirun."""
         return processes_marked(self.mark)
 
     def end(self, timeout_s: float = PATIENCE_S) -> int:
         """Wait for mpirun, check that no process is left, and return mpirun's exit code."""
         code = poll(lambda: [self.launcher.poll()] if self.launcher.poll() is not None else None)
-        assert code, f"mpirun is still there\n{self.report()}"
+        assert code, f"mpirun still runs\n{self.report()}"
         left = poll(lambda: not self.alive(), timeout_s) or self.alive()
         assert left is True, f"processes are left: {left}\n{self.report()}"
         return code[0]
 
     def files_left(self, timeout_s: float = 5, of_mpi: bool = True) -> set[str]:
-        """Files of this job in /dev/shm; waits for them to vanish."""
+        """Wait until the job's files in /dev/shm are removed; return those that are left."""
 
         def left() -> set[str]:
             pids = [file.read_text() for file in self.out.glob("*.pid")]
@@ -146,7 +146,7 @@ class LiveJob:
         return left()
 
     def report(self) -> str:
-        """Everything there is to know about a failure."""
+        """Return the output of all processes, for failures."""
         launcher = (self.out / "launcher.out").read_text(errors="replace")
         printed = [f"--- rank {rank} printed\n{self.printed(rank)}" for rank in range(self.size)]
         return "\n".join([*printed, f"--- mpirun printed\n{launcher}"])

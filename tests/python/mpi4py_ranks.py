@@ -1,4 +1,4 @@
-"""What the ranks of test_mpi4py.py do where each needs a job of its own."""
+"""The ranks of those tests in test_mpi4py.py that need their own jobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def use_both() -> None:
 
 
 def mpi4py_first() -> None:
-    """Neither ends what it began: both do so by themselves."""
+    """The script ends neither hororing nor MPI: both end by themselves."""
     from mpi4py import MPI
 
     assert MPI.Is_initialized()
@@ -51,7 +51,7 @@ def mpi4py_goes_on_after_shutdown() -> None:
 
 
 def hororing_begins_after_an_end() -> None:
-    """MPI lives on between shutdown() and init(), for those who use it."""
+    """MPI stays usable between shutdown() and init()."""
     hvd.init()
     hvd.shutdown()
     from mpi4py import MPI
@@ -98,7 +98,7 @@ def too_few_threads() -> None:
 
 
 def fail_beside_mpi4py() -> None:
-    """MPI must not be finalised, by neither, while other ranks are busy."""
+    """Neither hororing nor mpi4py may finalize MPI while other ranks are busy."""
     from mpi4py import MPI
 
     assert MPI.Is_initialized()

@@ -1,12 +1,12 @@
 """Runs tests on several ranks, under a real mpirun.
 
-A test file holds functions `case_...`, which run on every rank, and one test that asks for their
-results (`on_ranks`). One job per file and size runs all its cases, in the order of the file; a case
-that fails ends the job, and the cases after it fail with it. Files of one session share a job per
-size, since importing a framework takes longer than most files' cases (session.py).
+A test file has functions `case_...`, which run on every rank, and one test that checks their
+results (`on_ranks`). One job per file and size runs all its cases, in the order of the file. A case
+that fails ends the job, and all later cases fail, too. Files of one session share a job per size,
+because importing a framework takes longer than the cases of most files (session.py).
 
-As a program (what mpirun starts): mpirun.py OUT --script FILE ARGS... runs FILE as a script, and
-what rank r prints goes to OUT/r.out; mpirun.py OUT FILE... runs the cases of each FILE
+mpirun starts this file as a program: mpirun.py OUT --script FILE ARGS... runs FILE as a script,
+with the output of rank r in OUT/r.out; mpirun.py OUT FILE... runs the cases of each FILE
 (on_rank.py).
 """
 
@@ -30,7 +30,7 @@ from pathlib import Path
 
 import pretend_hosts
 
-# How Open MPI 5 starts quickly on one machine, as root, with more ranks than cores.
+# For a quick start of Open MPI 5 on one machine, as root, with more ranks than cores.
 LAUNCH_ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -44,15 +44,15 @@ LAUNCH_ENVIRONMENT = {
 
 
 def launch_environment(folder: str) -> dict[str, str]:
-    """The variables of a job that keeps its files in `folder`.
+    """Return the variables of a job that keeps its files in `folder`.
 
-    mpirun's own folder has its process id in its name, and stays when mpirun is killed. Another
-    one that gets the same id fails to start: "The PMIx server's listener thread failed to start".
+    mpirun's default folder is named after its process id, and stays when mpirun is killed. A later
+    mpirun with the same id fails: "The PMIx server's listener thread failed to start".
     """
     return {**LAUNCH_ENVIRONMENT, "TMPDIR": folder}
 
 
-# Of the environment of the tests, what ranks on other hosts need: mpirun sends it only when told.
+# Variables that ranks on other hosts need; mpirun forwards only those that are named.
 FORWARDED = [
     name
     for name in ("OMP_NUM_THREADS", "PYTHONPATH")
@@ -62,10 +62,10 @@ FORWARDED = [
 HOSTS = Path(__file__).parents[1] / "hosts.sh"
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HORORING_RANK")
 
-# For the cases of one file, with the start of the job. On a quiet machine the slowest take 20 s.
+# Time limit of one file, including the start of the job. On a quiet machine the slowest takes 20 s.
 CASES_LIMIT_S = 200.0
 
-# A rank that waits in vain says so soon, instead of running into the job's time limit.
+# A rank that waits in vain fails before the job's time limit.
 STALL_ENVIRONMENT = {"HORORING_STALL_WARNING_S": "10", "HORORING_STALL_SHUTDOWN_S": "60"}
 
 
@@ -74,14 +74,14 @@ class Job:
     """A job that has ended."""
 
     size: int
-    returncode: int | None  # None: it ran out of time and was killed
-    outputs: list[str]  # what each rank printed
+    returncode: int | None  # None: it was killed at its time limit
+    outputs: list[str]  # by rank
     launcher_output: str
-    results: list[dict[str, str]]  # of each rank, by case: "" or a traceback
+    results: list[dict[str, str]]  # by rank and case: "" or a traceback
     seed: int = 0
 
     def report(self) -> str:
-        """Everything there is to know about a failure."""
+        """Return the output of all ranks, for failures."""
         ended = "was killed at its time limit" if self.returncode is None else "ended"
         parts = [f"job of {self.size} ranks {ended}, code {self.returncode}, seed {self.seed}"]
         parts += [f"--- rank {rank} printed\n{text}" for rank, text in enumerate(self.outputs)]
@@ -99,12 +99,12 @@ class Job:
 
 
 def new_seed() -> int:
-    """Of a job: HORORING_TEST_SEED, or another one each time."""
+    """Return the seed of a job: HORORING_TEST_SEED, or a random one."""
     return int(os.environ.get("HORORING_TEST_SEED", random.randrange(2**32)))
 
 
 def launcher() -> str:
-    """Where mpirun is: that of this environment first."""
+    """Return the path of mpirun, preferably of this environment."""
     folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     found = shutil.which("mpirun", path=os.pathsep.join(folders))
     assert found, "mpirun is not on the PATH"
@@ -121,15 +121,15 @@ def start(
     options: Iterable[str] = (),
     by: str = "mpirun",
 ) -> subprocess.Popen[bytes]:
-    """Start this file as a program on `size` ranks; what the launcher prints: OUT/launcher.out.
+    """Start this file as a program on `size` ranks. The launcher's output goes to OUT/launcher.out.
 
-    `options` are those of the launcher, and `by` is which one: mpirun, hororun, or none at all.
+    `by` is the launcher (mpirun, hororun, or "" for none), and `options` are its options.
     """
     command = [sys.executable, __file__, out, *program]
     if names:
         command = ["env", *pretend_hosts.variables(names), *command]
     if hosts:
-        # Variables reach another host only when they are named.
+        # Only named variables reach other hosts.
         named = [word for name in (*FORWARDED, *variables) for word in ("-x", name)]
         command = [str(HOSTS), *hosts.split(), launcher(), *options, *named, *command]
     elif by == "hororun":
@@ -147,7 +147,7 @@ def start(
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a job; its hosts end with the script that made them."""
+    """Kill a job; its emulated hosts end with the script that made them."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -163,10 +163,10 @@ def run(
     hosts: str = "",
     names: str = "",
 ) -> Job:
-    """Run `file` on `size` ranks; also without mpirun, when that is one.
+    """Run `file` on `size` ranks; a single rank runs without mpirun.
 
-    `hosts`: how many of them each pretend host has, as "2,2", and options of hosts.sh.
-    `names`: of the host that each rank believes it is on, as "a,a,b,b" (pretend_hosts.py).
+    `hosts`: the number of ranks on each emulated host, as "2,2", and options of hosts.sh.
+    `names`: the host name that each rank sees, as "a,a,b,b" (pretend_hosts.py).
     """
     seed = new_seed()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as out:
@@ -184,7 +184,7 @@ def run(
 
 
 def collect(out: str, size: int, code: int | None, seed: int, number: int = 0) -> Job:
-    """What a job left in `out`; `number`: of which of its files."""
+    """Return the results of file number `number` of a job, from `out`."""
     files = [Path(out, str(rank)) for rank in range(size)]
     printed = [
         _text(f.with_suffix(f".{number}.out")) or _text(f.with_suffix(".out")) for f in files
@@ -207,18 +207,18 @@ def cases_of(file: str, size: int, hosts: str = "", **environment: str) -> Job:
 
 @functools.cache
 def why_no_hosts() -> str:
-    """Why this machine cannot pretend to be several hosts; "": it can."""
+    """Return why this machine cannot emulate several hosts, or "" if it can."""
     check = subprocess.run([str(HOSTS), "--check"], capture_output=True, text=True, check=False)
     return "" if check.returncode == 0 else check.stderr.strip() or "hosts.sh does not run"
 
 
 def case_names(namespace: dict[str, object]) -> list[str]:
-    """The cases of a module, in its order."""
+    """Return the cases of a module, in their order."""
     return [name for name in namespace if name.startswith("case_")]
 
 
 def cases_in(*files: str) -> list[str]:
-    """The cases of files that only ranks can import."""
+    """Return the cases of files that only ranks can import."""
     text = "\n".join(Path(__file__).with_name(file).read_text() for file in files)
     return re.findall(r"^def (case_\w+)", text, flags=re.MULTILINE)
 
@@ -228,7 +228,7 @@ def cases_in(*files: str) -> list[str]:
 
 
 def seed() -> int:
-    """A number that is the same on every rank and new in every run."""
+    """Return a number that is the same on every rank, and new in every run."""
     return int(os.environ["TEST_SEED"])
 
 

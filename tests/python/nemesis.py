@@ -1,14 +1,14 @@
-"""An elastic job to which things happen: ranks are killed, stopped, killed while others recover.
+"""An elastic job with random faults: ranks are killed, stopped, or killed while others recover.
 
-    python tests/python/nemesis.py --minutes 30             with a seed of its own, which it prints
-    python tests/python/nemesis.py --minutes 30 --seed 7    the same things again
+    python tests/python/nemesis.py --minutes 30             with a random seed, which it prints
+    python tests/python/nemesis.py --minutes 30 --seed 7    the same faults again
     python tests/python/nemesis.py --torch                  nemesis_torch_ranks.py
-    python tests/python/nemesis.py --hosts 3                cables and hosts, too (hosts.sh)
+    python tests/python/nemesis.py --hosts 3                also faults of links and hosts
 
-After each event the job must go on, with as many ranks as before, and no rank may see anything
-wrong (nemesis_ranks.py). At its end, every checksum that a rank has printed must be that of the
-same training in one process, which knows no more of the job than membership.jsonl tells
-(nemesis_replay.py). The exit code is 1 when anything was not so. `make soak` runs it.
+After each fault the job must go on with as many ranks as before, and no rank may find an error
+(nemesis_ranks.py). In the end, every checksum that a rank has printed must be that of the same
+training in one process, which knows about the job only what is in membership.jsonl
+(nemesis_replay.py). The exit code is 1 if any of this fails. `make soak` runs it.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ PEER_TIMEOUT_S = 2
 
 
 class ElasticRun:
-    """hororun with an elastic job of nemesis_ranks.py; as a context manager it leaves none behind.
+    """hororun with an elastic job of nemesis_ranks.py. As a context manager it ends all processes.
 
     Parameters
     ----------
-    size : how many ranks there are, as long as nothing happens.
-    flags : more of them, for hororun.
-    floats : so many weights.
-    hosts : so many pretended hosts with a rank each, instead of this one (hosts.sh).
-    script : what ranks run.
+    size : number of ranks.
+    flags : more flags for hororun.
+    floats : number of weights.
+    hosts : number of emulated hosts with one rank each (hosts.sh); 0: this host.
+    script : the ranks' script.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ElasticRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.hororun.terminate()  # hosts.sh has something to do, too
+        self.hororun.terminate()  # hosts.sh has to clean up, too
         try:
             self.hororun.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -109,14 +109,14 @@ class ElasticRun:
         self._folder.cleanup()
 
     def worlds(self) -> list[dict[str, Any]]:
-        """The generations so far, as hororun has written them."""
+        """Return the generations so far, as written by hororun."""
         with contextlib.suppress(FileNotFoundError):
             text = (self.out / "membership.jsonl").read_text()
             return [json.loads(line) for line in text.splitlines(keepends=True) if "\n" in line]
         return []
 
     def lines(self, process: int, word: str) -> list[list[str]]:
-        """What a process has printed after this word."""
+        """Return the words after `word` in the lines of a process that begin with it."""
         for path in self.out.glob(f"process.*{process}/stdout"):
             if int(path.parent.name.partition(".")[2]) == process:
                 split = [line.split() for line in path.read_text().splitlines(keepends=True)
@@ -125,29 +125,29 @@ class ElasticRun:
         return []
 
     def processes(self) -> list[int]:
-        """The number of the process of each rank, in the last generation."""
+        """Return the process number of each rank of the last generation."""
         return [process_of(each["uid"]) for each in self.worlds()[-1]["members"]]
 
     def pids(self) -> list[int]:
-        """Of each rank of the last generation."""
+        """Return the process id of each rank of the last generation."""
         return [int(each["pid"]) for each in self.worlds()[-1]["members"]]
 
     def pid(self, rank: int) -> int:
         return self.pids()[rank]
 
     def hosts(self) -> dict[str, int]:
-        """The hosts of the last generation, and the process id of a rank on each."""
+        """Return the hosts of the last generation, with the process id of a rank on each."""
         return {each["host"]: int(each["pid"]) for each in self.worlds()[-1]["members"]}
 
     def wait(self, true: Any, what: str) -> Any:
-        """Until `true` is so, while hororun lives; what it returns."""
+        """Wait until `true` returns something true, while hororun runs, and return that."""
         found = poll(lambda: true() or self.hororun.poll() is not None)
         found = found and true()
         assert found, f"{what}\n{self.told()}"
         return found
 
     def told(self) -> str:
-        """For people: what hororun has said, and the last lines of each process."""
+        """Return the output of hororun, and the last lines of each process, for failures."""
         parts = [f"hororun ({self.hororun.poll()}): {self._errors.read_text()}"]
         for path in sorted(self.out.glob("process.*/std*")):
             lines = path.read_text().splitlines()[-6:]
@@ -172,16 +172,16 @@ class ElasticRun:
     def wait_until_it_works(
         self, size: int | None = None, after: int = 0, without: Collection[int] = ()
     ) -> int:
-        """Wait for a generation after that one, of `size` ranks and without some processes.
+        """Wait for a generation later than `after`, of `size` ranks, without certain processes.
 
-        All its ranks make steps. Returns its number.
+        Returns its number once all its ranks make steps.
         """
         size = size or self.size
         self.wait(lambda: self.works(size, after, without), f"no generation of {size} works")
         return int(self.worlds()[-1]["generation"])
 
     def end(self) -> None:
-        """All must end well, in the same state, and leave nothing behind."""
+        """Stop the job. All ranks must end successfully, in the same state, without leftovers."""
         self.stop_file.touch()
         self.wait(lambda: self.hororun.poll() is not None, "it does not end")
         assert self.hororun.returncode == 0, self.told()
@@ -193,7 +193,7 @@ class ElasticRun:
         self.check_replay(int(ends[0][0][0]), int(ends[0][0][3]))
 
     def check(self) -> None:
-        """Nothing was wrong so far, and the history is one."""
+        """Fail if a rank has found an error, or the generations do not form one history."""
         for path in self.out.glob("process.*/stdout"):
             assert "WRONG" not in path.read_text(), self.told()
         worlds = self.worlds()
@@ -202,22 +202,22 @@ class ElasticRun:
             had = {each["uid"]: each["step"] for each in world["members"]}
             have = {each["uid"]: each["step"] for each in after["members"]}
             assert all(had[uid] <= have[uid] for uid in had.keys() & have.keys()), (world, after)
-            # All that had the last step may have died; it was that of the failure before.
+            # All ranks with the last step may have died: then that step is lost.
             assert world["step"] <= after["step"] + 1, (world, after)
         for world in worlds:
             uids = [each["uid"] for each in world["members"]]
             assert len(uids) == len(set(uids)), world
 
     def check_replay(self, steps: int, crc: int) -> None:
-        """The history alone leads to the same bits, in every step that the job has kept.
+        """Fail unless a replay of the history has the same bits in every step that was kept.
 
-        Of nemesis_torch_ranks.py, all ranks must have had the same bits.
+        With nemesis_torch_ranks.py, all ranks must have had the same bits.
         """
         worlds = self.worlds()
         crcs = {steps: crc}
         if self.script == RANKS:
             crcs = dict(enumerate(nemesis_replay.replay(worlds, steps, self.floats)))
-            assert crcs[steps] == crc, ("the replay ends elsewhere", steps, self.told())
+            assert crcs[steps] == crc, ("the replay ends differently", steps, self.told())
         began = dict(enumerate(nemesis_replay.begins(worlds), 1))
         members = {each["generation"]: {m["uid"] for m in each["members"]} for each in worlds}
         uids = {process_of(uid): uid for each in members.values() for uid in each}
@@ -230,7 +230,7 @@ class ElasticRun:
                         step,
                         self.told(),
                     )
-                else:  # it has made a step that was lost with it
+                else:  # the step was lost with the process
                     lost = next(n for n in began if n > generation and worlds[n - 1]["step"] < step)
                     assert uid not in members[lost], (process, generation, step)
 
@@ -241,18 +241,18 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def disturb(job: ElasticRun, event: str, rng: random.Random) -> None:
-    """Do it to a job that works, and wait until it works again."""
+    """Cause a fault in a working job, and wait until it works again."""
     job.wait_until_it_works()
     pids = job.pids()
     one, two = rng.sample(pids, 2)
     if event == "kill rank 0":
         one = pids[0]
-    elif event == "kill agent":  # and with it all ranks of a host that is not hororun's
+    elif event == "kill agent":  # of a host other than hororun's, with all its ranks
         one = rng.choice([pid for host, pid in job.hosts().items() if host != "host0"])
     if event in ("hold up", "slow"):
         with held_up(one) if event == "hold up" else slow(one):
             time.sleep(PEER_TIMEOUT_S / 4)
-        # A very busy machine may have held it up for longer: then it is lost.
+        # On a very busy machine it may have been delayed for longer, and be lost.
         before = steps(job)
         job.wait(lambda: steps(job) > before + 50, "it does not go on")
         job.wait_until_it_works()
@@ -262,7 +262,7 @@ def disturb(job: ElasticRun, event: str, rng: random.Random) -> None:
         kill(parent(one))
     elif event == "cut":
         with cut(one):
-            # On the other side of hororun's, ranks look for it for a while.
+            # Ranks that are cut off from hororun look for it for a while.
             job.wait(lambda: len(job.worlds()[-1]["members"]) < job.size, "nobody was lost")
             time.sleep(2 * rng.random())
         hit.clear()
@@ -281,17 +281,17 @@ def disturb(job: ElasticRun, event: str, rng: random.Random) -> None:
         kill(newcomer)
         hit.add(newcomer)
     job.wait_until_it_works(without=hit)
-    assert not hit & set(ranks(job)), f"{hit} are still there\n{job.told()}"
+    assert not hit & set(ranks(job)), f"{hit} still run\n{job.told()}"
 
 
 def parent(pid: int) -> int:
-    """Of a process; that of a rank on another host is the agent there."""
+    """Return a process's parent; for a rank on another host, that is the agent."""
     return int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[0])
 
 
 @contextlib.contextmanager
 def held_up(pid: int) -> Iterator[None]:
-    """A process that is stopped meanwhile."""
+    """Stop a process during the block."""
     kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -301,7 +301,7 @@ def held_up(pid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cut(pid: int) -> Iterator[None]:
-    """The cable of this process's host is pulled out meanwhile."""
+    """Cut the link of this process's host during the block."""
     with network_of(pid) as do:
         do("ip", "link", "set", "eth0", "down")
         try:
@@ -312,7 +312,7 @@ def cut(pid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def slow(pid: int) -> Iterator[None]:
-    """What this process's host sends is slow meanwhile: 2 Mbit/s."""
+    """Limit this process's host to sending 2 Mbit/s during the block."""
     with network_of(pid) as do:
         shape = ["root", "tbf", "rate", "2mbit", "burst", "16kb", "latency", "400ms"]
         do("tc", "qdisc", "add", "dev", "eth0", *shape)
@@ -324,7 +324,7 @@ def slow(pid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def network_of(pid: int) -> Iterator[Callable[..., None]]:
-    """What runs a command in the network namespace of a process, even when that has ended."""
+    """Yield a function that runs commands in a process's network namespace, even after its end."""
     with open(f"/proc/{pid}/ns/net") as network:
         number = network.fileno()
 
@@ -337,12 +337,12 @@ def network_of(pid: int) -> Iterator[Callable[..., None]]:
 
 
 def steps(job: ElasticRun) -> int:
-    """How many steps the job has made, about."""
+    """Return about how many steps the job has made."""
     return max(int(line[1]) for each in job.processes() for line in job.lines(each, "step"))
 
 
 def ranks(job: ElasticRun) -> list[int]:
-    """Process ids of what runs nemesis_ranks.py in this job."""
+    """Return the process ids of the job's ranks."""
     found = []
     for pid in processes_marked(job.mark):
         with contextlib.suppress(OSError):
@@ -353,9 +353,9 @@ def ranks(job: ElasticRun) -> list[int]:
 
 
 def nemesis(size: int, seed: str, end: float, hosts: int = 0, script: Path = RANKS) -> Counter[str]:
-    """One job, until `end`. AssertionError where it went wrong. Returns what was done.
+    """Run a job until `end`, and return its faults. Raise AssertionError if it behaves wrongly.
 
-    With `hosts`, each rank has a pretended host of its own.
+    With `hosts`, each rank has its own emulated host.
     """
     rng = random.Random(seed)
     done: Counter[str] = Counter()
@@ -388,7 +388,7 @@ def main() -> int:
         seed = f"{options.seed}.{jobs}"
         jobs += 1
         try:
-            # A new job now and then, since the end is part of it.
+            # A new job every minute, to test the end, too.
             size = options.hosts or options.ranks or 3 + jobs % 2
             script = TORCH_RANKS if options.torch else RANKS
             until = min(end, time.monotonic() + 60)

@@ -1,10 +1,10 @@
-"""A rank of an elastic job that trains, and looks whether all is as it must be. For nemesis.py.
+"""A rank of an elastic job that trains, and checks its state. For nemesis.py.
 
     nemesis_ranks.py STOP [FLOATS]
 
-It trains until the file STOP is there. A step is a transaction: the gradients are summed, then all
-agree that they have them, then each applies them. It prints lines "word number number ...", and
-WRONG, with exit code 9, where ranks differ, or a sample was not used exactly once in an epoch.
+It trains until the file STOP exists. A step is a transaction: the ranks sum the gradients, agree
+that all have them, and apply them. It prints lines "word number number ...". If ranks differ, or a
+sample was not used exactly once in an epoch, it prints WRONG and exits with code 9.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def wrong(*words: object) -> None:
 
 
 def synchronise(state: Training) -> None:
-    """All get the state of rank 0; nothing of it before all of it is there."""
+    """Give all ranks the state of rank 0, in one assignment."""
     told = np.array([state.step, state.epoch, state.position])
     told = hvd.broadcast(told, 0, name="told")
     weights = hvd.broadcast(state.weights, 0, name="weights")
@@ -44,7 +44,7 @@ def synchronise(state: Training) -> None:
 
 
 def step(state: Training) -> np.ndarray:
-    """One step. Returns what ranks have agreed on: whether to stop, whether hosts have changed."""
+    """Make a step. Returns the agreed values: whether to stop, and whether hosts have changed."""
     batch = state.batch(hvd.size())
     gradient = state.gradient(batch[hvd.rank() :: hvd.size()])
     gradient = hvd.allreduce(gradient, op=hvd.Sum, name="gradient")

@@ -1,10 +1,10 @@
-"""What the ranks of nemesis_ranks.py train, and the same training again in one process.
+"""The training of nemesis_ranks.py, and its replay in one process.
 
     python tests/python/nemesis_replay.py DIR/membership.jsonl STEPS
 
-prints the checksum of the weights after so many steps. It knows of the job only how many members
-each generation had, and at which step it began. All numbers are integers below 2**53 in float64, so
-that the order of a sum does not matter, and every bit must be the same.
+prints the checksum of the weights after STEPS steps. The replay knows only the number of members of
+each generation, and the step at which it began. All numbers are integers below 2**53 in float64, so
+the order of a sum does not matter, and every bit must be the same.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _BELOW = 2.0**40
 
 @dataclass
 class Training:
-    """Weights, and how far they are. No rank holds anything else.
+    """The weights and the progress: the complete state of a rank.
 
-    Each step depends on all steps before it, on their order and on the samples of each.
+    Each step depends on all previous steps, on their order, and on the samples of each.
     """
 
     floats: int = FLOATS
@@ -35,7 +35,7 @@ class Training:
     epoch: int = 0
     position: int = 0  # in the epoch
     weights: Any = None
-    used: Any = field(default_factory=lambda: np.zeros(SAMPLES, np.int64))  # how often, each sample
+    used: Any = field(default_factory=lambda: np.zeros(SAMPLES, np.int64))  # count per sample
 
     def __post_init__(self) -> None:
         if self.weights is None:
@@ -43,12 +43,12 @@ class Training:
         self._factors = np.arange(self.floats, dtype=np.float64) % 7 + 1
 
     def batch(self, size: int) -> Any:
-        """The samples of the next step, if there are `size` ranks; each takes every `size`-th."""
+        """Return the samples of the next step of `size` ranks; each takes every `size`-th one."""
         order = np.random.default_rng(self.epoch).permutation(SAMPLES)
         return order[self.position :][: size * BATCH]
 
     def gradient(self, samples: Any) -> Any:
-        """Of these samples. Those of several ranks are to be added up."""
+        """Return the gradient of these samples. Gradients of several ranks add up."""
         return self._factors * float(samples.sum())
 
     def apply(self, total: Any, batch: Any) -> None:
@@ -65,16 +65,16 @@ class Training:
 
 
 def begins(worlds: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The steps that were kept of those before each generation.
+    """Return the number of steps before each generation that were kept.
 
-    They are fewer than it began with if all its members that had the last one have died with it.
+    It is less than at the generation's begin if all members with the last step have died.
     """
     steps = [each["step"] for each in worlds]
     return [min(steps[i:]) for i in range(len(steps))]
 
 
 def replay(worlds: Sequence[Mapping[str, Any]], steps: int, floats: int = FLOATS) -> Iterator[int]:
-    """The checksum after each of so many steps, from 0 on, by lines of membership.jsonl."""
+    """Yield the checksum after each of `steps` steps, from 0 on; `worlds` is membership.jsonl."""
     training = Training(floats)
     yield training.crc()
     for world, end in zip(worlds, [*begins(worlds)[1:], steps], strict=True):

@@ -1,11 +1,11 @@
-"""A rank of an elastic job that trains with PyTorch, where a step is a transaction. For nemesis.py.
+"""A rank of an elastic job that trains with PyTorch; a step is a transaction. For nemesis.py.
 
     nemesis_torch_ranks.py STOP FLOATS
 
-Each sample has a parameter, which is one less each time the sample is in a step; momentum makes the
-bits depend on the order of all steps. It prints lines as nemesis_ranks.py does, and WRONG, with
-exit code 9, where a sample was not used once in an epoch, but for those dealt again to make equal
-shares. FLOATS is not used.
+Each sample has a parameter, which decreases by 1 whenever the sample is in a step; momentum makes
+the bits depend on the order of all steps. It prints the same lines as nemesis_ranks.py. If a sample
+was not used once in an epoch, except those dealt twice for equal shares, it prints WRONG and exits
+with code 9. FLOATS is not used.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def train(state: hvd.elastic.TorchState) -> None:
             time.sleep(0.001)
         state.epoch += 1
         used = -counted.weight.detach().reshape(-1) - state.epoch
-        # Shares are equal: an epoch may use as many samples twice as it has ranks, less one.
+        # For equal shares, an epoch may use up to (ranks - 1) samples twice.
         if used.min() < 0 or used.sum() > state.epoch * 5:
             say("WRONG", "samples were used", used.tolist(), "times too often", state.epoch)
             os._exit(9)

@@ -1,7 +1,7 @@
-"""What a rank of a test's job does: it runs the cases of one file, or of several in turn.
+"""A rank of a test's job: it runs the cases of one file, or of several in turn.
 
-For each file, OUT.n.out has what this rank printed meanwhile, OUT.n.json the results by case
-("" or a traceback), and OUT.n.done says that all its cases have passed.
+For each file, OUT.n.out has the output of this rank, OUT.n.json has the results by case ("" or a
+traceback), and OUT.n.done exists once all cases have passed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import mpirun
 
 
 def print_to(file: Path) -> None:
-    """Send what this process prints, also from native code, to `file`."""
+    """Send the output of this process, including that of native code, to `file`."""
     sys.stdout.flush()
     sys.stderr.flush()
     log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    # A line is one write, also where PYTHONUNBUFFERED is set: the engine's thread logs there, too.
+    # One write per line, even with PYTHONUNBUFFERED, because the engine's thread logs there, too.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
@@ -42,8 +42,8 @@ def run_files(files: Sequence[str], out: Path) -> None:
         if number < len(files) - 1:
             restore()
         out.with_suffix(f".{number}.done").touch()
-    # Python looks for cycles when it ends: among torch's objects for a quarter of the time of its
-    # import. How jobs end is tested by scripts, which end as they do for users.
+    # At exit, Python collects cycles; with torch's objects this takes a quarter of its import time.
+    # Other tests check how jobs end, by scripts that end normally.
     gc.freeze()
 
 
@@ -56,7 +56,7 @@ def _run_cases(file: str, results: Path) -> None:
             done[name] = ""
         except BaseException:
             done[name] = traceback.format_exc()
-            raise  # peers must not wait for this rank
+            raise  # ends this rank, so that peers do not wait for it
         finally:
             results.write_text(json.dumps(done))
 
@@ -77,7 +77,7 @@ def _load(file: str) -> ModuleType:
 
 
 def _remember() -> Callable[[], None]:
-    """What undoes the traces of a file, so that the next one finds a process as good as new."""
+    """Return a function that restores the process for the next file."""
     environment = dict(os.environ)
     filters = list(warnings.filters)
 

@@ -1,4 +1,4 @@
-"""What collectives ought to give, by NumPy and Python's integers alone."""
+"""Expected results of collectives, by NumPy and Python's integers only."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DTYPES = [*INTEGERS, *FLOATS, "bool"]
 
 
 def type_of(name: str) -> np.dtype[Any]:
-    """NumPy's, and bfloat16."""
+    """Return NumPy's dtype, or bfloat16."""
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def values(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Array:
-    """The whole range of integers, moderate floats."""
+    """Return random values: integers of the whole range, moderate floats."""
     dtype = type_of(name)
     if name == "bool":
         drawn = rng.random(shape) < 0.7
@@ -39,13 +39,13 @@ def values(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Array
 
 
 def share(rows: int, size: int, place: int) -> tuple[int, int]:
-    """First and last row of this place's part of a reduce-scatter."""
+    """Return the rows [begin, end) of this place's part of a reduce-scatter."""
     counts = [rows // size + (other < rows % size) for other in range(size)]
     return sum(counts[:place]), sum(counts[: place + 1])
 
 
 def equal(result: Any, wanted: Array) -> None:
-    """Type, shape and bits."""
+    """Fail unless type, shape and bits are equal."""
     assert isinstance(result, np.ndarray)
     assert result.dtype == wanted.dtype, f"{result.dtype} instead of {wanted.dtype}"
     assert result.shape == wanted.shape, f"{result.shape} instead of {wanted.shape}"
@@ -54,19 +54,19 @@ def equal(result: Any, wanted: Array) -> None:
 
 @dataclasses.dataclass
 class Wanted:
-    """A reduction; of floats not rounded to their type, and how far from it a result may lie."""
+    """The expected reduction; floats are not rounded to their type, and have a tolerance."""
 
     value: Array
     dtype: np.dtype[Any]
-    slack: Array | None = None  # None: not at all
+    slack: Array | None = None  # the tolerance; None: exact
 
     def rows(self, first: int, last: int) -> Wanted:
-        """Some rows of it."""
+        """Return some of its rows."""
         slack = None if self.slack is None else self.slack[first:last]
         return Wanted(self.value[first:last], self.dtype, slack)
 
     def compare(self, result: Any) -> None:
-        """Raise AssertionError unless it is that."""
+        """Raise AssertionError unless `result` is within the tolerance."""
         assert isinstance(result, np.ndarray)
         assert result.dtype == self.dtype, f"{result.dtype}, not {self.dtype}"
         assert result.shape == self.value.shape, f"{result.shape}, not {self.value.shape}"
@@ -87,7 +87,7 @@ def _plain(array: Array) -> Array:
 def reduced(
     arrays: Sequence[Array], op: int, pre: float, post: float, absent: Sequence[int] = ()
 ) -> Wanted:
-    """The reduction of these, but for the absent ones, whose number counts in an average."""
+    """Return the reduction without absent ranks, which count only for the divisor of an average."""
     size = len(arrays)
     if op == Adasum:
         arrays = [
@@ -135,11 +135,10 @@ def _reduced_integers(
 
 
 def _reduced_floats(arrays: Sequence[Array], op: int, pre: float, post: float, size: int) -> Wanted:
-    """In float64, with room for the roundings of the type that sums are made in.
+    """Compute in float64, with a tolerance for the roundings of the accumulation type.
 
     Every rounding costs at most half a unit (eps) of its result; results are bounded by
-    `largest`. There is one for every operand and one for each factor, and a last one into the
-    type itself.
+    `largest`. There is one rounding per operand and per factor, and a last one to the type itself.
     """
     dtype = arrays[0].dtype
     scaled = [np.float64(pre) * _plain(array) for array in arrays]
@@ -166,7 +165,7 @@ def _reduced_floats(arrays: Sequence[Array], op: int, pre: float, post: float, s
 
 
 def _adasum(vectors: list[Array]) -> Array:
-    """Pairs of neighbours, pairs of pairs, ...: a (1 - ab/2aa) + b (1 - ab/2bb)."""
+    """Combine pairs of neighbours, then pairs of pairs, ...: a (1 - ab/2aa) + b (1 - ab/2bb)."""
     if len(vectors) == 1:
         return vectors[0]
     a, b = (_adasum(half) for half in (vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :]))
@@ -177,7 +176,7 @@ def _adasum(vectors: list[Array]) -> Array:
 def exchanged(
     arrays: Sequence[Array], splits: Sequence[Sequence[int] | None], place: int
 ) -> tuple[Array, list[int]]:
-    """What an alltoall brings to one place, and how many rows come from each."""
+    """Return the result of an alltoall at one place, and the number of rows from each rank."""
     pieces = []
     for array, given in zip(arrays, splits, strict=True):
         counts = given if given is not None else [len(array) // len(arrays)] * len(arrays)

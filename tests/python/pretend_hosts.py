@@ -1,7 +1,7 @@
-"""Ranks of one machine that believe they are on several hosts: see tests/pretend_hosts.cc.
+"""Makes ranks of one machine see different host names: see tests/pretend_hosts.cc.
 
-It needs no rights, only a compiler. hosts.sh pretends more: addresses, wires and their rates, and
-that /dev/shm is not shared.
+It needs no privileges, only a compiler. hosts.sh emulates more: addresses, links and their rates,
+and a separate /dev/shm.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ SOURCE = Path(__file__).parents[1] / "pretend_hosts.cc"
 
 @functools.cache
 def why_not() -> str:
-    """Why this machine cannot; "": it can."""
+    """Return why this machine cannot do it, or "" if it can."""
     if sys.platform != "linux":
         return "libraries are preloaded on Linux"
     return "" if _compiler() else "there is no C++ compiler"
 
 
 def variables(names: str) -> list[str]:
-    """NAME=VALUE of ranks that are on hosts of these names, in order of their ranks.
+    """Return NAME=VALUE for ranks that see these host names, in the order of ranks.
 
-    For the ranks alone: mpirun itself must know where it is.
+    Only for ranks: mpirun itself must see the real name.
     """
     preloaded = [str(_library()), *os.environ.get("LD_PRELOAD", "").split()]
     return [f"LD_PRELOAD={':'.join(preloaded)}", f"PRETEND_HOSTS={names}"]
@@ -43,7 +43,7 @@ def _compiler() -> list[str]:
 
 @functools.cache
 def _library() -> Path:
-    """Built once per process, and gone with it."""
+    """Build the library, once per process; it is removed at exit."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     library = Path(folder, "pretend_hosts.so")

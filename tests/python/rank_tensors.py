@@ -1,4 +1,4 @@
-"""Tensors that differ between the ranks of torch.distributed, and what to check with them."""
+"""Tensors that differ between the ranks of torch.distributed, and checks with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def mine(*shape: int, dtype: torch.dtype = torch.float32, of: int | None = None) -> torch.Tensor:
-    """A tensor that differs between ranks."""
+    """Return a tensor that differs between ranks."""
     rank = dist.get_rank() if of is None else of
     return (torch.arange(torch.Size(shape).numel()).reshape(shape) % 5 + 1 + rank).to(dtype)
 

@@ -1,8 +1,8 @@
 """A Slurm of one node on this machine, for tests: daemons that end with the test.
 
-Its programs are those on PATH, or in the folder HORORING_TEST_SLURM, where the Debian packages
-slurmctld, slurmd, slurm-client, slurm-wlm-basic-plugins, libmunge2, libhwloc15 and liblua5.1-0 are
-unpacked (dpkg -x). Nothing of the system is changed.
+Its programs are on PATH, or in the folder HORORING_TEST_SLURM, which contains the unpacked Debian
+packages (dpkg -x) slurmctld, slurmd, slurm-client, slurm-wlm-basic-plugins, libmunge2, libhwloc15
+and liblua5.1-0. It does not change the system.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def _program(name: str) -> str | None:
 
 
 def why_not() -> str:
-    """Why there can be none here; "": there can."""
+    """Return why Slurm cannot run here, or "" if it can."""
     lacks = [name for name in ("slurmctld", "slurmd", "slurmstepd", "srun") if not _program(name)]
     return f"there is no {', '.join(lacks)}" if lacks else ""
 
 
 @contextlib.contextmanager
 def cluster(folder: Path, port: int) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Run the daemons: the path of srun, and the variables that it needs."""
+    """Run the daemons; yield the path of srun and the variables that it needs."""
     for name in ("state", "spool"):
         (folder / name).mkdir()
     text = _CONFIG.format(

@@ -1,4 +1,4 @@
-"""Stochastic rounding by value, in NumPy's double and 64-bit arithmetic: an oracle for tests."""
+"""Stochastic rounding by value, in NumPy's float64 and 64-bit integers: an oracle for tests."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 TYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}  # the pattern
-LIMIT = {"float16": 2.0**16, "bfloat16": 2.0**128}  # what would follow the largest number
+LIMIT = {"float16": 2.0**16, "bfloat16": 2.0**128}  # the number after the largest one
 # Normal, large, subnormal in float16, below its smallest number.
 VALUES = (1.0007, -3.3e-3, 60001.0, 1.2345e-5, -2.1e-7, 1.0e-8)
 TIMES = 2**17
 
 
 def random_numbers(count, seed, tensor=0, step=0, stream=0):
-    """16 bits for each element, as toolkit/large_batch/stochastic_rounding.py defines them."""
+    """Return 16 random bits per element, as in toolkit/large_batch/stochastic_rounding.py."""
     digest = hashlib.blake2b(f"{seed} {tensor} {stream}".encode(), digest_size=8).digest()
     a, b = np.frombuffer(digest, "<u4").astype(np.uint64)
     word, step = np.uint64(2**32 - 1), np.uint64(step % 2**32)
@@ -29,12 +29,12 @@ def random_numbers(count, seed, tensor=0, step=0, stream=0):
 
 
 def rounded(values, dtype, random):
-    """`values` (float32) between two neighbours, of which `random` chooses one, as patterns."""
-    with np.errstate(invalid="ignore"):  # signalling not-a-numbers
+    """Round `values` (float32) to one of two neighbours, by `random`; return bit patterns."""
+    with np.errstate(invalid="ignore"):  # signaling NaNs
         size = np.abs(values.astype(np.float64)).ravel()
     neighbours = np.arange(INFINITY[dtype], dtype=np.uint16).view(TYPES[dtype])
     neighbours = np.append(neighbours.astype(np.float64), LIMIT[dtype])
-    finite = np.where(size < LIMIT[dtype], size, 0)  # without not-a-number, too
+    finite = np.where(size < LIMIT[dtype], size, 0)  # excludes NaN, too
     below = np.searchsorted(neighbours, finite, side="right") - 1
     place = (finite - neighbours[below]) / (neighbours[below + 1] - neighbours[below])
     bits = 16 if dtype == "bfloat16" else np.where(size < 2.0**-14, 16, 13)
@@ -45,7 +45,7 @@ def rounded(values, dtype, random):
 
 
 def assert_rounded(result, values, dtype, random):
-    """`result` (an array of `dtype`) is what the oracle makes of `values`, to the last bit."""
+    """Fail unless `result`, an array of `dtype`, has the bits of the oracle for `values`."""
     nan = np.isnan(values)
     assert np.isnan(result[nan].astype(np.float32)).all()
     expected = rounded(values, dtype, random)
@@ -53,7 +53,7 @@ def assert_rounded(result, values, dtype, random):
 
 
 def assert_mean(result, value):
-    """The mean of roundings of `value` is within five standard deviations of it."""
+    """Fail unless the mean of roundings of `value` is within five standard deviations of it."""
     result = result.astype(np.float64)
     low, high = result.min(), result.max()
     exact = float(np.float32(value))
@@ -61,12 +61,12 @@ def assert_mean(result, value):
     assert low < high
     place = (exact - low) / (high - low)
     sigma = np.sqrt(place * (1 - place) / result.size)
-    # Of subnormal float16, less than 2**-16 of a unit is cut off.
+    # Subnormal float16 loses less than 2**-16 of a unit by truncation.
     assert abs(result.mean() - exact) <= (high - low) * (5 * sigma + 2.0**-16)
 
 
 def patterns(count, seed):
-    """Float32 numbers of every kind: random bits, and those around which something changes."""
+    """Return float32 numbers of every kind: random bits, and values near the limits of a type."""
     special = [
         0, 0x80000000, 1, 0x807FFFFF, 0x00800000, 0x33800000, 0x33000001, 0x38800000, 0x387FFFFF,
         0x387FE000, 0x38801000, 0x477FE000, 0x477FE001, 0x477FFFFF, 0x47800000, 0x7F7FFFFF,
@@ -82,7 +82,7 @@ def patterns(count, seed):
 
 
 def kept(dtype):
-    """All numbers of `dtype`, as float32, and their patterns; without not-a-number."""
+    """Return all numbers of `dtype` except NaN, as float32, and their patterns."""
     every = np.arange(2**16, dtype=np.uint16)
     values = every.view(TYPES[dtype]).astype(np.float32)
     return values[~np.isnan(values)], every[~np.isnan(values)]

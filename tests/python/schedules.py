@@ -1,11 +1,11 @@
-"""Random schedules of collectives, each result compared with NumPy.
+"""Random schedules of collectives; each result is compared with NumPy.
 
-    python tests/python/schedules.py --ranks 4 --minutes 10        a soak, of new schedules
-    python tests/python/schedules.py --ranks 4 --seed 123          that schedule again
+    python tests/python/schedules.py --ranks 4 --minutes 10        a soak of new schedules
+    python tests/python/schedules.py --ranks 4 --seed 123          the same schedule again
 
-A schedule is drawn from a seed, alike on every rank: rounds of calls in the world and in process
-sets that overlap and come and go; now and then ranks run out of data, one by one, and join. In a
-round every rank submits in an order of its own. HORORING_* variables choose what is tested.
+All ranks draw a schedule from the same seed: rounds of calls in the world and in process sets that
+overlap and come and go; sometimes ranks run out of data, one by one, and join. In a round every
+rank submits in its own order. HORORING_* variables choose the configuration.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from hororing import errors
 OPTIONS = ("player", "ranks", "seed", "calls", "schedules", "minutes")
 
 ROUND_CALLS = 12  # at most
-NAMES = 16  # in every process set; few, so that the response cache is of use
+NAMES = 16  # per process set; few, so that the response cache is used
 OPS = [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product, hvd.Adasum]
 VERBS = ["allreduce"] * 6 + ["allgather", "broadcast", "alltoall", "reducescatter"] * 2
 
 
 # ---------------------------------------------------------------------------------------------
-# Drawing, alike on every rank
+# Random choices, the same on every rank
 
 
 class Drawer:
-    """Draws the calls of one schedule: always the same ones from the same numbers."""
+    """Draws the calls of a schedule, which depend only on the seed."""
 
     def __init__(self, rng: random.Random, size: int) -> None:
         self.rng = rng
@@ -53,11 +53,11 @@ class Drawer:
         self.known: dict[tuple[Ranks, str], Call] = {}
 
     def some(self, ranks: Ranks, least: int = 0) -> Ranks:
-        """A part of the ranks."""
+        """Return a random subset of the ranks."""
         return tuple(sorted(self.rng.sample(ranks, self.rng.randint(least, len(ranks)))))
 
     def call(self, members: Ranks, name: str | None) -> Call:
-        """A call like the last one of that name, or a new one."""
+        """Return a call like the last one of that name, or a new one."""
         self.step += 1
         before = self.known.get((members, name or ""))
         if before is not None and self.rng.random() < 0.7:
@@ -72,7 +72,7 @@ class Drawer:
         return call
 
     def fresh(self, members: Ranks, name: str | None, verb: str = "") -> Call:
-        """Any call that is right."""
+        """Return a random valid call."""
         rng = self.rng
         if name is None and not verb and rng.random() < 0.1:
             return Call(self.step, "barrier", members, None)
@@ -109,12 +109,12 @@ class Drawer:
         )  # fmt: skip
 
     def ops(self, members: Ranks) -> list[int]:
-        """What allreduce can do among them."""
+        """Return the operations of an allreduce among these members."""
         adasum = len(members) == self.size and not self.size & (self.size - 1)
         return OPS if adasum else OPS[:-1]
 
     def shape(self, with_rows: bool) -> tuple[int, ...]:
-        """Empty and without dimensions, too."""
+        """Return a random shape, which may be empty or have no dimensions."""
         rng = self.rng
         kind = rng.random()
         if kind < 0.1 and not with_rows:
@@ -126,7 +126,7 @@ class Drawer:
         return tuple(rng.choice([1, 2, 3, 5, 7, 16]) for _ in range(rng.randint(1, 3)))
 
     def split(self, shape: tuple[int, ...], size: int) -> Any:
-        """Shape and splits of an alltoall. Members may pass none, and keep rows to themselves."""
+        """Return shape and splits of an alltoall; some members pass None."""
         rng = self.rng
         each = rng.choice([0, 1, 2, 3, 100])
         rows = size * each
@@ -138,7 +138,7 @@ class Drawer:
         return ((rows, *shape[1:]),), tuple(splits)
 
     def spoil(self, call: Call) -> Call:
-        """The call of the member that differs from the others."""
+        """Return the call of the member that differs from the others."""
         kinds = {
             "allreduce": ["dtype", "shape", "verb", "op", "factor", "group"],
             "reducescatter": ["dtype", "shape", "verb", "factor", "group"],
@@ -174,11 +174,11 @@ class Drawer:
 
 
 # ---------------------------------------------------------------------------------------------
-# Carrying out, on one rank
+# Execution on one rank
 
 
 class Schedule(Caller):
-    """Carries out one schedule."""
+    """Runs one schedule."""
 
     def __init__(self, player: Player, seed: int, calls: int) -> None:
         super().__init__(player, seed)
@@ -187,12 +187,12 @@ class Schedule(Caller):
             f"again: python tests/python/schedules.py --player {player.name} "
             f"--ranks {self.size} --seed {seed} --calls {calls}"
         )
-        self.shared = random.Random(seed)  # draws alike on every rank
+        self.shared = random.Random(seed)  # the same on every rank
         self.drawer = Drawer(self.shared, self.size)
         self.counts: collections.Counter[str] = collections.Counter()
 
     def play(self) -> None:
-        """All of it."""
+        """Run the schedule."""
         while self.drawer.step < self.calls:
             if self.size > 1 and self.shared.random() < 0.3:
                 self.change_sets()
@@ -205,7 +205,7 @@ class Schedule(Caller):
     # -- process sets -------------------------------------------------------------------------
 
     def change_sets(self) -> None:
-        """Add one, remove one, or fail to."""
+        """Add or remove a process set, or fail to add one."""
         rng = self.shared
         what = rng.random()
         removable = sorted(set(self.sets) - {self.world})
@@ -231,7 +231,7 @@ class Schedule(Caller):
             assert self.sets[members].ranks == list(members)
 
     def orphans(self, members: Ranks) -> list[int]:
-        """Handles of calls that some members make and others do not."""
+        """Return handles of calls that only some members make."""
         if len(members) < 2 or self.shared.random() < 0.5:
             return []
         callers = self.shared.sample(members, self.shared.randint(1, len(members) - 1))
@@ -242,7 +242,7 @@ class Schedule(Caller):
 
     @staticmethod
     def fails(kind: type[Exception], call: Callable[[], Any]) -> None:
-        """Fail unless `call` does."""
+        """Fail unless `call` raises `kind`."""
         try:
             result = call()
         except kind:
@@ -252,7 +252,7 @@ class Schedule(Caller):
     # -- rounds -------------------------------------------------------------------------------
 
     def round(self) -> None:
-        """Some calls: in one order everywhere where they must be, else in this rank's own."""
+        """Make some calls: those without names or handles in the common order, others in any."""
         rng = self.shared
         ordered, free = [], []
         names = {ranks: rng.sample(range(NAMES), NAMES) for ranks in self.sets}
@@ -288,7 +288,7 @@ class Schedule(Caller):
             self.finish(started)
 
     def in_threads(self, calls: list[Call]) -> None:
-        """The calls of every set in a thread of their own."""
+        """Make the calls of every process set in its own thread."""
         failures: list[BaseException] = []
 
         def work(mine: list[Call]) -> None:
@@ -311,14 +311,14 @@ class Schedule(Caller):
             raise failures[0]
 
     def own_version(self, call: Call) -> Call:
-        """The call, or what the member that is to spoil it does instead."""
+        """Return the call or, on the member that differs, its variant."""
         self.counts[call.verb] += 1
         return self.drawer.spoil(call) if call.spoiled == self.rank else call
 
     # -- uneven data --------------------------------------------------------------------------
 
     def run_out(self) -> None:
-        """Each rank reduces until its data are used up, and joins."""
+        """Every rank reduces until its data end, and joins."""
         rng = self.shared
         steps = [rng.randint(0, 12) for _ in self.world]
         for number in range(max(steps)):
@@ -335,7 +335,7 @@ class Schedule(Caller):
         assert set(hvd.allgather_object(last)) == {last}
 
     def draw_uneven(self, joined: Ranks, number: int, index: int) -> Call:
-        """A call while some have joined; the first of each number is of all ranks."""
+        """Return a call while some ranks have joined; the first one of a step is for all ranks."""
         rng, drawer = self.shared, self.drawer
         drawer.step += 1
         able = [ranks for ranks in sorted(self.sets) if set(ranks) - set(joined)]
@@ -360,7 +360,7 @@ class Schedule(Caller):
 
 
 def play(player: Player, seed: int, calls: int, ranks: int) -> collections.Counter[str]:
-    """One schedule, from init to shutdown."""
+    """Run one schedule, from init to shutdown."""
     print(f"schedule seed {seed}", flush=True)
     rng = random.Random(f"sets of {seed}")
     parts = [tuple(rank for rank in range(ranks) if rng.random() < 0.6) for _ in range(4)]
@@ -396,7 +396,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--player", choices=sorted(PLAYERS), default="numpy")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=random.randrange(2**31), help="of the first")
+    parser.add_argument("--seed", type=int, default=random.randrange(2**31), help="the first seed")
     parser.add_argument(
         "--calls", type=int, default=600, help="collectives of a schedule, before joins"
     )

@@ -1,9 +1,8 @@
 """Test files that share one job per size: importing a framework takes longer than their cases.
 
-Each file's cases run in the same processes, one file after the other, with `shutdown()` between
-them (on_rank.py). A test waits only until its own file is through. Where a file fails, it runs once
-more, alone: that result counts, and a warning says that the two differ. The files after it go on in
-a new job.
+The cases of all files run in the same processes, one file after the other, with `shutdown()`
+between them (on_rank.py). A test waits only for its own file. A file that fails runs again, alone:
+that result counts, and if the two differ, there is a warning. The remaining files run in a new job.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import tiers
 
 
 class Session:
-    """The files of one framework, on one number of ranks."""
+    """The files of one framework, for one number of ranks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -30,7 +29,7 @@ class Session:
         self._running: _Running | None = None
 
     def results(self, file: str) -> mpirun.Job:
-        """The results of `file`, as soon as they are there."""
+        """Wait for the results of `file`, and return them."""
         while file not in self._finished:
             if self._running is None:
                 at = self.files.index(file)
@@ -53,7 +52,7 @@ class Session:
 
 
 class _Running:
-    """A job that goes through `left`."""
+    """A job that runs the files in `left`."""
 
     def __init__(self, files: list[str], size: int) -> None:
         self.left = list(files)
@@ -66,7 +65,7 @@ class _Running:
         self._process = mpirun.start(self._folder.name, size, files, variables, by=by)
 
     def wait_for_next(self) -> tuple[str, mpirun.Job, bool]:
-        """The next file, its results, and whether all its cases passed in time."""
+        """Wait for the next file; return it, its results, and whether all cases passed in time."""
         deadline = time.monotonic() + mpirun.CASES_LIMIT_S
         while not self._done():
             ended = self._process.poll() is not None
@@ -86,14 +85,14 @@ class _Running:
         )
 
     def wait(self) -> None:
-        """Let the job end. One that does not, although all its cases have passed, is an error."""
+        """Wait for the end of a job whose cases have all passed. Raise if it does not end."""
         try:
             self._process.wait(60)
         finally:
             self.kill()
 
     def kill(self) -> None:
-        """Make the job end."""
+        """Kill the job."""
         mpirun.kill(self._process)
         self._folder.cleanup()
 
@@ -108,15 +107,15 @@ def on_ranks(
     session: str = "",
     cases: Sequence[str] | None = None,
 ) -> Callable[[str, int], None]:
-    """The test that runs the cases of a file on ranks, to be given a name that begins with test.
+    """Return a test that runs the cases of a file on ranks. Assign it to a name `test_...`.
 
-    `sizes`: numbers of ranks, of which `push` are in the push tier. `session`: whom it shares its
-    jobs with, which is named by a framework; "": nobody. `cases`: those of the namespace, if
-    they are not there before the ranks import it.
+    `sizes`: numbers of ranks, of which `push` are in the push tier. `session`: a framework, whose
+    files share their jobs; "": none. `cases`: the names of the cases, if only ranks can import the
+    file.
     """
     file = namespace["__file__"]
 
-    @pytest.mark.timeout(2 * mpirun.CASES_LIMIT_S + 20)  # among others, and once more, alone
+    @pytest.mark.timeout(2 * mpirun.CASES_LIMIT_S + 20)  # in the shared job, and again alone
     @pytest.mark.parametrize("size", tiers.choose(sizes, push))
     @pytest.mark.parametrize("case", cases or mpirun.case_names(namespace))
     def test(case: str, size: int) -> None:
@@ -129,7 +128,7 @@ def on_ranks(
 
 
 def plan(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Note which of the selected files share a job; return the tests in the order of jobs."""
+    """Assign the selected files to jobs; return the tests in the order of jobs."""
     first: dict[object, int] = {}
     order = []
     for number, item in enumerate(items):

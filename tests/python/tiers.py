@@ -1,7 +1,7 @@
 """Which tests run when (docs/testing.md).
 
-`make test` runs the push tier, `make test-all` (pytest --full) all. A test is of the push tier
-unless it is marked `full`.
+`make test` runs the push tier, and `make test-all` (pytest --full) runs all tests. A test is in the
+push tier unless it is marked `full`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ full = pytest.mark.full
 
 
 def choose(values: Iterable[Any], push: Iterable[Any]) -> list[Any]:
-    """Parameters: those not in `push` are of the full tier only. A tuple holds several at once."""
+    """Return parameters; those not in `push` are in the full tier. A tuple has several at once."""
     kept = list(push)
     return [
         value

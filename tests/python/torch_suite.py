@@ -1,10 +1,10 @@
-"""Run the distributed tests that PyTorch ships, over one backend, on ranks that are forked.
+"""Run the distributed tests that PyTorch ships, over one backend, on forked ranks.
 
     python tests/python/torch_suite.py --backend hororing --ranks 3 [--words send recv]
 
-prints a line of JSON for each test: its name, "passed", "failed" or "skipped", and why. Many tests
-are for backends of certain names: `--as gloo` and `--as mpi` choose those of these names. They run
-over `--backend` nevertheless.
+prints a line of JSON for each test: its name, "passed", "failed" or "skipped", and the reason. Many
+tests require a backend of a certain name: `--as gloo` and `--as mpi` choose those for these names,
+but run them over `--backend`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import time
 import unittest
 from typing import Any
 
-# Longest that a test and a collective may take; those of PyTorch are minutes.
+# Time limits of a test and of a collective; PyTorch's are minutes.
 TEST_S = 60
 CALL_S = 20
 
 
 def load(backend: str, pretended: str, ranks: int) -> Any:
-    """The class of tests, made for a backend with the name `pretended`."""
+    """Return the class of tests for a backend with the name `pretended`."""
     os.environ.update(
         BACKEND=pretended,
         WORLD_SIZE=str(ranks),
@@ -47,7 +47,7 @@ def load(backend: str, pretended: str, ranks: int) -> Any:
 
     for override in common_distributed.TIMEOUT_OVERRIDE:
         common_distributed.TIMEOUT_OVERRIDE[override] = 2 * TEST_S
-    # What the tests read when they run. Those of groups want 8 ranks but for MPI; they use two.
+    # The tests read these. Those of groups require 8 ranks, except for MPI, but use two.
     os.environ["BACKEND"] = "mpi" if ranks > 2 else backend
     distributed_test.BACKEND = Name(backend)
     Name.pretended = pretended
@@ -70,7 +70,7 @@ def load(backend: str, pretended: str, ranks: int) -> Any:
 
 
 class Name(str):
-    """The name of a backend, that equals a second one, too."""
+    """The name of a backend that is also equal to a second name."""
 
     pretended = ""
 
@@ -85,7 +85,7 @@ class Name(str):
 
 
 class Result(unittest.TestResult):
-    """Prints what became of each test."""
+    """Prints the outcome of each test."""
 
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)

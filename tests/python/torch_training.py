@@ -1,7 +1,7 @@
-"""Parts of tests of PyTorch's optimizer: N ranks train as one process does on all the data.
+"""Helpers for tests of PyTorch's optimizer: N ranks train like one process with all the data.
 
-Every rank knows the whole batch, takes its share of it, and trains a twin of the model on all of
-it with the plain optimizer: that is the oracle, which knows nothing of ranks.
+Every rank knows the whole batch, and takes its share of it. The oracle is a twin of the model,
+which each rank trains on the whole batch with the plain optimizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS = 6
 TOLERANCE = 1e-12  # sums of at most 24 numbers of about 1, in another order
 
 Loss = Callable[..., torch.Tensor]  # of a module and a batch
-RankLoss = Callable[[nn.Module, int], torch.Tensor]  # what a rank's loss is
+RankLoss = Callable[[nn.Module, int], torch.Tensor]  # the loss of a rank
 Make = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -52,7 +52,7 @@ def squares(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> to
 
 
 class Words(nn.Module):
-    """Has a parameter whose gradient is sparse."""
+    """A model with a parameter whose gradient is sparse."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def outputs_squared(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 
 class Careless(hvd.Compression.none):
-    """Sends another type on one rank, while it is told so."""
+    """Sends another dtype on one rank while it is switched on."""
 
     broken: int | None = None
 
@@ -106,7 +106,7 @@ def assert_close(model: nn.Module, twin: nn.Module, tolerance: float = TOLERANCE
 
 
 def assert_equal_on_all_ranks(*tensors: torch.Tensor) -> None:
-    """Bit for bit."""
+    """Fail unless the bits are equal on all ranks."""
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     everywhere = hvd.allgather(flat.unsqueeze(0))
     assert all(torch.equal(row, flat) for row in everywhere)
@@ -120,13 +120,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data) -> None:
 
 
 def backward(loss: torch.Tensor) -> None:
-    """Unless a rank has nothing to differentiate."""
+    """Call backward(), unless this rank has nothing to differentiate."""
     if loss.requires_grad:
         loss.backward()
 
 
 def average_gradients(twin: nn.Module, loss: RankLoss) -> None:
-    """Leave the average of all ranks' gradients in `twin`; zero where there is none."""
+    """Set the gradients of `twin` to the average over all ranks; a missing gradient is zero."""
     sums = [torch.zeros_like(param) for param in twin.parameters()]
     for rank in range(hvd.size()):
         twin.zero_grad()
@@ -147,9 +147,9 @@ def distributed(
 
 
 class Twins:
-    """A model with a DistributedOptimizer, and its twin with the plain one, on all the data.
+    """A model with a DistributedOptimizer, and its twin with the plain one and all the data.
 
-    Ranks outside of a process set train alone, with all the data.
+    Ranks outside the process set train alone, with all the data.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Twins:
         assert hvd.DistributedOptimizer(self.optimizer, names, **options) is self.optimizer
         self.loss = loss
         self.ranks = process_set.ranks if process_set.included() else [hvd.rank()]
-        # Of a mean over all, times the number of ranks: the sum of the ranks' means.
+        # The mean over all, times the number of ranks, is the sum of the ranks' means.
         self.factor = len(self.ranks) if options.get("op") == hvd.Sum else 1
 
     def share(self, whole: torch.Tensor, rank: int | None = None) -> torch.Tensor:
@@ -192,7 +192,7 @@ class Twins:
             self.step()
 
     def train_by_rank(self, loss: RankLoss) -> None:
-        """A step, with a loss of each rank."""
+        """Take a step in which each rank has its own loss."""
         self.optimizer.zero_grad()
         backward(loss(self.model, hvd.rank()))
         self.optimizer.step()

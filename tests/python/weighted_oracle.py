@@ -1,4 +1,4 @@
-"""Weighted averages: what they ought to be, by NumPy and fractions alone."""
+"""Expected weighted averages, by NumPy and fractions only."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ UNITS = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 
 
 def draws(key: int) -> np.random.Generator:
-    """The same on every rank."""
+    """Return a random generator, the same on every rank."""
     return np.random.default_rng([mpirun.seed(), key])
 
 
 def weighted_mean(arrays: list[np.ndarray], weights: list[float]) -> np.ndarray:
-    """What an average is, in float64 and exact shares."""
+    """Return the weighted average, in float64 with exact shares."""
     total = sum(map(Fraction, weights))
     result = np.zeros(np.shape(arrays[0]))
     for array, weight in zip(arrays, weights, strict=True):
@@ -42,7 +42,7 @@ def some_weights(rng: np.random.Generator) -> Iterator[list[float]]:
 
 
 def check_numpy(sizes: Sequence[int]) -> None:
-    """Check averages of every type of floats: in full, by their ids, and again."""
+    """Check averages of every float type: requested in full, then twice by id."""
     rng, rank = draws(0), hvd.rank()
     for dtype, unit in UNITS.items():
         kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
@@ -53,7 +53,7 @@ def check_numpy(sizes: Sequence[int]) -> None:
                     if weight == 0:
                         array[:] = math.nan
                 wanted = weighted_mean(arrays, weights)
-                for _ in range(3):  # in full, by its id, again
+                for _ in range(3):  # in full, then twice by its id
                     result = hvd.allreduce(
                         arrays[rank], name=f"{dtype}.{elements}", weight=weights[rank]
                     )

@@ -1,6 +1,6 @@
-"""Calls of collectives as data, made by a player and compared with NumPy.
+"""Calls of collectives as data. A player makes them, and the results are compared with NumPy.
 
-Every rank knows what every rank passes, since that is drawn from the seed, the step and the rank.
+Every rank knows the inputs of all ranks, which are drawn from the seed, the step and the rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REDUCTIONS = ("allreduce", "reducescatter")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One collective of all `members`."""
+    """A collective of all `members`."""
 
     step: int
     verb: str
@@ -32,8 +32,8 @@ class Call:
     name: str | None  # None: unnamed, or a barrier
     dtypes: tuple[str, ...] = ()  # of each tensor
     shapes: tuple[tuple[int, ...], ...] = ()  # of each tensor; rows of an allgather: see `rows`
-    rows: tuple[tuple[int, ...], ...] = ()  # allgather: of each member, of each tensor
-    splits: tuple[tuple[int, ...] | None, ...] = ()  # alltoall: of each member
+    rows: tuple[tuple[int, ...], ...] = ()  # of an allgather, by member and tensor
+    splits: tuple[tuple[int, ...] | None, ...] = ()  # of an alltoall, by member
     op: int = hvd.Sum
     factors: tuple[float, float] = (1.0, 1.0)
     root: int = 0
@@ -45,19 +45,19 @@ class Call:
     refused: bool = False  # every member gets a MismatchError
 
     def shape(self, index: int, member: int) -> tuple[int, ...]:
-        """What this member's tensor looks like."""
+        """Return the shape of this member's tensor."""
         place = self.members.index(member)
         if self.verb == "allgather":
             return (self.rows[place][index], *self.shapes[index][1:])
         return self.shapes[index]
 
     def kept_out(self) -> Call:
-        """The same call, refused."""
+        """Return the same call as a refused one."""
         return dataclasses.replace(self, refused=True)
 
 
 def passed(seed: int, call: Call, member: int) -> list[Array]:
-    """The arrays of one member."""
+    """Return the arrays of one member."""
     return [
         oracle.values(
             np.random.default_rng([seed, call.step, member, index]),
@@ -94,7 +94,7 @@ def check(seed: int, call: Call, rank: int, results: list[Array], joined: Ranks 
 
 @dataclasses.dataclass
 class Started:
-    """A call under way, or over."""
+    """A call in flight, or a finished one."""
 
     call: Call
     tensors: list[Any]
@@ -104,12 +104,12 @@ class Started:
 
 
 class Caller:
-    """Makes calls, in the process sets it knows."""
+    """Makes calls in the process sets that it knows."""
 
     def __init__(self, player: Player, seed: int, again: str = "") -> None:
         self.player = player
         self.seed = seed
-        self.again = again  # how to have a failure again
+        self.again = again  # how to reproduce a failure
         self.rank, self.size = hvd.rank(), hvd.size()
         self.world = tuple(range(self.size))
         self.own = random.Random(f"{seed} {self.rank}")
@@ -117,9 +117,9 @@ class Caller:
         self.sums: dict[int, tuple[Call, list[int]]] = {}  # by step; checksums of the results
 
     def together(self, calls: Sequence[Call], joined: Ranks = ()) -> None:
-        """All of them, before the first one is waited for; in one graph, where there are graphs.
+        """Make all calls before waiting for the first one; traced players make one graph of them.
 
-        A call that is refused would take its graph with it, so it gets one of its own.
+        A refused call would fail its whole graph, so it gets its own.
         """
         if not self.player.traced:
             for started in [self.start(call) for call in calls]:
@@ -130,11 +130,11 @@ class Caller:
             self.in_one_graph(batch, joined)
 
     def own_version(self, call: Call) -> Call:
-        """What this rank makes of the call."""
+        """Return this rank's variant of the call."""
         return call
 
     def start(self, call: Call) -> Started:
-        """Make the call, wholly if it is blocking."""
+        """Make the call; a blocking one is complete on return."""
         mine = self.own_version(call)
         tensors = [self.laid_out(mine, array) for array in passed(self.seed, mine, self.rank)]
         started = Started(call, tensors, [self.player.array(tensor).copy() for tensor in tensors])
@@ -151,7 +151,7 @@ class Caller:
         return self.player.strided(array) if strided else self.player.tensor(array)
 
     def invoke(self, call: Call, tensors: Sequence[Any]) -> Any:
-        """The call of the library."""
+        """Call the verb."""
         process_set = self.sets[call.members]
         if call.verb == "barrier":
             hvd.barrier(process_set)
@@ -172,7 +172,7 @@ class Caller:
         )
 
     def finish(self, started: Started, joined: Ranks = ()) -> None:
-        """Wait, and compare."""
+        """Wait for the call, and compare its results."""
         call, outcome, failure = started.call, started.outcome, started.failure
         if call.verb == "barrier":
             return
@@ -197,13 +197,13 @@ class Caller:
                 assert all(a is b for a, b in zip(results, started.tensors, strict=True))
             else:
                 for tensor, before in zip(started.tensors, started.before, strict=True):
-                    oracle.equal(player.array(tensor), before)  # nobody wrote into it
+                    oracle.equal(player.array(tensor), before)  # inputs are unchanged
             self.compare(call, player.arrays(results), joined)
         except Exception as wrong:
             raise AssertionError(self.about(call)) from wrong
 
     def in_one_graph(self, calls: Sequence[Call], joined: Ranks) -> None:
-        """Calls of which all or none are refused."""
+        """Make calls in one graph. REQUIRES: all or none of them are refused."""
         made = [self.own_version(call) for call in calls]
         arrays = [passed(self.seed, call, self.rank) for call in made]
 
@@ -243,9 +243,9 @@ class Caller:
             self.sums[call.step] = call, sums
 
     def check_bits(self) -> None:
-        """Raise AssertionError unless all ranks hold the same bits of every sum, where they are.
+        """Raise AssertionError unless all ranks that hold a sum hold the same bits.
 
-        Called by all ranks. `check` leaves floats room for roundings; this does not.
+        Called by all ranks. `check` allows roundings of floats; this does not.
         """
         of_ranks = hvd.allgather_object({step: sums for step, (_, sums) in self.sums.items()})
         for step, (call, sums) in self.sums.items():
@@ -255,7 +255,7 @@ class Caller:
         self.sums.clear()
 
     def about(self, call: Call) -> str:
-        """What to know of a failure."""
+        """Return the context of a failure."""
         return (
             f"{self.player.name}, seed {self.seed}, {self.size} ranks, rank {self.rank}, "
             f"step {call.step}: {call}\n{self.again}"
@@ -263,7 +263,7 @@ class Caller:
 
 
 def listed(call: Call, outcome: Any) -> list[Any]:
-    """The results of any call."""
+    """Return the results of any call as a list."""
     if call.verb == "barrier":
         return []
     return list(outcome) if isinstance(outcome, (list, tuple)) else [outcome]

@@ -1,7 +1,6 @@
-"""Gradients of the verbs: Horovod's values (API.md 1.2.1).
+"""Gradients of the verbs, with Horovod's values (API.md 1.2.1).
 
-What comes from above is rank + 1, unless a case says otherwise. An Average of it is then
-(size + 1) / 2.
+The incoming gradient is rank + 1, unless a case says otherwise; its average is (size + 1) / 2.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def above_all() -> list[float]:
 
 
 def first_column(gradient: np.ndarray[Any, Any]) -> list[float]:
-    """Of a gradient whose columns are alike."""
+    """Return the first column of a gradient whose columns are all equal."""
     assert (gradient == gradient[:, :1]).all()
     found: list[float] = gradient[:, 0].tolist()
     return found
@@ -40,7 +39,7 @@ def case_gradients_of_allreduce(player: Player) -> None:
     for op, wanted in (
         (hvd.Average, np.mean(above_all())),
         (hvd.Sum, sum(above_all())),
-        (hvd.Max, hvd.size()),  # for extremes and products not the mathematical ones
+        (hvd.Max, hvd.size()),  # for Min, Max and Product not the mathematical ones
         (hvd.Min, 1),
         (hvd.Product, np.prod(above_all())),
     ):
@@ -57,7 +56,7 @@ def case_gradients_of_allreduce(player: Player) -> None:
 
 
 def case_gradients_of_mixed_groups(player: Player) -> None:
-    """Integers have none; of what is not used it is zero."""
+    """Integers have no gradients; unused results have zero gradients."""
     size, rank = hvd.size(), hvd.rank()
     leaves = [np.ones(2, np.float32), np.ones(3, np.float16), ones(4), np.arange(5)]
 
@@ -86,7 +85,7 @@ def case_gradients_of_mixed_groups(player: Player) -> None:
 
 
 def case_gradients_of_allgather(player: Player) -> None:
-    """Each row of the result has a weight of its own, and each rank a number of rows."""
+    """Every row of the result has its own weight, and every rank its own number of rows."""
     size, rank = hvd.size(), hvd.rank()
     for rows in ([1] * size, [r + 2 for r in range(size)], [2 * r for r in range(size)]):
         weights = np.arange(sum(rows) * 3.0).reshape(-1, 3)
@@ -109,7 +108,7 @@ def case_gradients_of_broadcast(player: Player) -> None:
 
 
 def case_gradients_of_alltoall(player: Player) -> None:
-    """Each comes back to where its row came from; rows that were not sent have zeros."""
+    """Each gradient returns to the source of its row; rows that were not sent get zeros."""
     rank, size = hvd.rank(), hvd.size()
     (found,) = player.gradients(player.hvd.alltoall, above(), ones(2 * size, 3))
     assert first_column(found) == np.repeat(above_all(), 2).tolist()
@@ -206,7 +205,7 @@ def case_gradients_of_gradients(player: Player) -> None:
         """The gradient of the gradient of the sum of the result's power."""
         return lambda t: player.derivative(lambda u: verb(u) ** power, 1.0, [t])
 
-    # Sum(2 total) over ranks, and total = size; then the same of ones.
+    # Sum(2 total) over ranks, with total = size; then the same for ones.
     (found,) = player.gradients(
         second(lambda t: player.hvd.allreduce(t, op=hvd.Sum), 2), 1.0, ones(3)
     )
@@ -219,7 +218,7 @@ def case_gradients_of_gradients(player: Player) -> None:
 
     (found,) = player.gradients(second(there_and_back, 3), 1.0, mine)
     np.testing.assert_allclose(found, 6 * mine)
-    # Of a reducescatter's average it is an allgather, whose gradient is an average.
+    # An average's gradient is an allgather here, whose gradient is an average.
     (found,) = player.gradients(second(player.hvd.reducescatter, 2), 1.0, mine)
     np.testing.assert_allclose(found, 2, rtol=1e-14)
 

@@ -1,4 +1,4 @@
-"""The adapters, as cases play them: NumPy arrays in and out, and the framework's between."""
+"""The adapters for the cases: NumPy arrays outside, the framework's tensors inside."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import ml_dtypes
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Body = Callable[..., Any]  # of tensors, to tensors in lists and tuples
+Body = Callable[..., Any]  # takes tensors, and returns lists and tuples of tensors
 
 
 class Player:
-    """NumPy's, and the base of the others."""
+    """The player of NumPy, and the base class of the others."""
 
     name = "numpy"
     module = "hororing.numpy"
@@ -30,25 +30,25 @@ class Player:
     # -- tensors ------------------------------------------------------------------------------
 
     def tensor(self, array: Array) -> Any:
-        """A tensor of one's own."""
+        """Return a new tensor."""
         return array.copy()
 
     def ones(self, *shape: int, dtype: str = "float32") -> Any:
         return self.tensor(np.ones(shape, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
 
     def strided(self, array: Array) -> Any:
-        """Every other element of a larger tensor."""
+        """Return a tensor that is every other element of a larger one."""
         wide = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
         wide[..., ::2] = array
         return self.tensor(wide)[..., ::2]
 
     def array(self, tensor: Any) -> Array:
-        """The array of what must be a tensor."""
+        """Return the array of a tensor; fail for other types."""
         assert isinstance(tensor, np.ndarray), type(tensor)
         return tensor
 
     def not_tensors(self) -> Iterator[tuple[Any, type[Exception], str]]:
-        """What no verb takes, the exception, and what its text holds."""
+        """Yield values that no verb takes, the exceptions, and parts of their texts."""
         for other in (1.5, [1.0, 2.0], "text", None, (np.ones(2),)):
             yield other, TypeError, type(other).__name__
         for dtype in ("complex64", "uint32", "uint64", "U3", "O", "datetime64[s]", "i4,f4"):
@@ -57,7 +57,7 @@ class Player:
         yield np.ma.masked_array(np.ones(2)), ValueError, "masked"
 
     def arrays(self, results: Any) -> Any:
-        """The same for lists and tuples of tensors."""
+        """Return the arrays of lists and tuples of tensors."""
         if isinstance(results, (list, tuple)):
             return [self.arrays(result) for result in results]
         return None if results is None else self.array(results)
@@ -65,7 +65,7 @@ class Player:
     # -- bodies -------------------------------------------------------------------------------
 
     def run(self, body: Body, *inputs: Array) -> Any:
-        """What `body` makes of these, which it must leave as they are."""
+        """Return the results of `body`, which must not change its inputs."""
         tensors = [self.tensor(array) for array in inputs]
         results = self.arrays(self.called(body, *tensors))
         for tensor, before in zip(tensors, inputs, strict=True):
@@ -73,7 +73,7 @@ class Player:
         return results
 
     def called(self, body: Body, *tensors: Any) -> Any:
-        """The body, as this mode calls it."""
+        """Call the body in this mode."""
         return body(*tensors)
 
     def join(self) -> int:
@@ -81,7 +81,7 @@ class Player:
 
     @contextlib.contextmanager
     def refuses(self, about: str, kind: Any, *texts: str) -> Iterator[None]:
-        """Fail unless the block raises that, and all texts occur in its message."""
+        """Fail unless the block raises `kind`, with all texts in its message."""
         told, wrong = f"{self.name}, {about}: not refused", True
         try:
             yield
@@ -92,20 +92,20 @@ class Player:
         assert not wrong, f"{told}\nnot {kind} with {texts}"
 
     def raised_for(self, kind: Any) -> Any:
-        """What becomes of our exceptions of this kind."""
+        """Return the type that this mode raises for hororing's exceptions of this kind."""
         return kind
 
     # -- gradients ----------------------------------------------------------------------------
 
     def derivative(self, body: Body, above: Any, leaves: Sequence[Any]) -> list[Any]:
-        """Tensors: the gradients of sum(results * above), to be called within a body.
+        """Return the gradients of sum(results * above), as tensors. Call it within a body.
 
         `above` is a number for all results, or a list of numbers and tensors.
         """
         raise NotImplementedError
 
     def gradients(self, body: Body, above: Any, *leaves: Array) -> list[Array]:
-        """The gradients, as arrays; None for leaves that have none."""
+        """Return the gradients as arrays; None for leaves without one."""
         return self.run(lambda *tensors: self.derivative(body, above, tensors), *leaves)
 
 
@@ -180,8 +180,8 @@ class TensorFlow(Player):
     def __init__(self) -> None:
         super().__init__()
         self.tf = importlib.import_module("tensorflow")
-        # One thread waits in a graph, and another one submits, also on a machine with one core.
-        with contextlib.suppress(RuntimeError):  # TensorFlow runs already
+        # Even on one core, one thread can wait in a graph while another one submits.
+        with contextlib.suppress(RuntimeError):  # TensorFlow is already running
             self.tf.config.threading.set_inter_op_parallelism_threads(2)
 
     def tensor(self, array: Array) -> Any:
@@ -225,8 +225,8 @@ class Function(TensorFlow):
     traced = True
 
     def called(self, body: Body, *tensors: Any) -> Any:
-        """The results of the second run, if they are those of the first one."""
-        # A graph returns no None.
+        """Return the results of the second run, which must be equal to those of the first."""
+        # Graphs cannot return None.
         kept: list[Any] = []
 
         def without_none(*tensors: Any) -> list[Any]:

@@ -1,7 +1,7 @@
-"""What verbs refuse, and in which words.
+"""Errors of the verbs, and their texts.
 
-What is wrong on one rank alone is refused there, at once; what ranks disagree about is told to all
-of them. Either way the text says which tensor, rank and value, and the job goes on.
+A wrong argument on one rank raises an error there at once; if ranks disagree, all of them get the
+error. Either way the text names the tensor, the rank and the value, and the job goes on.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import hororing.numpy as hvd
 from conformance.players import Player
 from hororing import errors
 
-Call = Callable[[Any, Callable[..., Any]], Any]  # of a framework's verbs, and of ones(*shape)
-Row = tuple[str, Call, Any, tuple[str, ...]]  # about what, the call, exception, texts
-Sides = tuple[str, tuple[Call, str], tuple[Call, str]]  # what differs: most ranks, and one
+Call = Callable[[Any, Callable[..., Any]], Any]  # takes a framework's verbs and ones(*shape)
+Row = tuple[str, Call, Any, tuple[str, ...]]  # topic, call, exception, texts
+Sides = tuple[str, tuple[Call, str], tuple[Call, str]]  # topic, usual call, differing call
 
 # ---------------------------------------------------------------------------------------------
-# Each verb with one tensor, and other arguments that are right
+# Each verb with one tensor and valid arguments
 
 PLAIN: dict[str, Callable[..., Any]] = {
     "allreduce": lambda verb, x, **more: verb(x, **more),
@@ -39,7 +39,7 @@ PLAIN: dict[str, Callable[..., Any]] = {
 
 
 def verbs_of(player: Player) -> dict[str, Callable[..., Any]]:
-    """All verbs, with those that are asynchronous or write in place where there are such."""
+    """Return all verbs of the player, including asynchronous and in-place ones."""
     found = {}
     for verb, call in PLAIN.items():
         ways = ["", "_async", "_", "_async_"] if player.asynchronous else [""]
@@ -51,7 +51,7 @@ def verbs_of(player: Player) -> dict[str, Callable[..., Any]]:
 
 
 def said_by(verb: str) -> str:
-    """The verb as messages call it: without what concerns the way it is called."""
+    """Return the name of the verb in messages, without `_async` and `_`."""
     return verb.removesuffix("_").removesuffix("_async")
 
 
@@ -60,7 +60,7 @@ def reducing(player: Player) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------
-# Arguments that are wrong on one rank alone. Every rank has them here, or one only.
+# Arguments that are errors without regard to other ranks. All ranks pass them, or only one.
 
 LOCAL: list[Row] = [
     ("no tensors", lambda h, x: h.grouped_allgather([]), ValueError, ("grouped_allgather",)),
@@ -141,7 +141,7 @@ LOCAL: list[Row] = [
 
 
 def splits_rows(size: int) -> list[Row]:
-    """Splits for tensors of 2 rows per rank, all wrong."""
+    """Return rows of wrong splits for tensors of 2 rows per rank."""
     wrong: list[tuple[str, Any, tuple[str, ...]]] = [
         ("too many rows", [3] + [2] * (size - 1), ("'n'", "more rows", f"[{2 * size}, 3]")),
         ("too short", [2] * (size - 1), ("'n'", f"one entry for each of {size}")),
@@ -166,7 +166,7 @@ def _sent_with(splits: Any, verbs: Any, ones: Callable[..., Any]) -> Any:
 
 
 def typed_splits(size: int, ones: Callable[..., Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """Splits as tensors."""
+    """Yield wrong splits as tensors, and parts of the texts."""
     yield ones(size, dtype="int64"), ("int32", "int64")
     yield ones(size, dtype="float32"), ("int32", "float32")
     yield ones(size, 1, dtype="int32"), ("one dimension", "2")
@@ -174,7 +174,7 @@ def typed_splits(size: int, ones: Callable[..., Any]) -> Iterator[tuple[Any, tup
 
 
 # ---------------------------------------------------------------------------------------------
-# What ranks disagree about
+# Disagreements of ranks
 
 DIFFERENT: list[Sides] = [
     (
@@ -340,7 +340,7 @@ DIFFERENT: list[Sides] = [
 
 
 def listed(ranks: list[int]) -> str:
-    """Ranks as texts show them."""
+    """Return ranks as texts show them."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
@@ -353,7 +353,7 @@ def listed(ranks: list[int]) -> str:
 
 
 def works(player: Player) -> None:
-    """The next collective does, on all ranks."""
+    """Fail unless the next collective works on all ranks."""
     total = player.run(
         lambda t: player.hvd.allreduce(t, op=hvd.Sum, name="works"), np.ones(3, np.float32)
     )
@@ -366,13 +366,13 @@ def run(player: Player, call: Call) -> Any:
 
 @contextlib.contextmanager
 def refused(player: Player, about: str, kind: Any, *texts: str) -> Iterator[Callable[..., Any]]:
-    """`Player.refuses`, with a function that calls something as the body."""
+    """Yield a function that runs a call as the body, within `Player.refuses`."""
     with player.refuses(about, kind, *texts):
         yield lambda call, *given, **more: player.run(lambda: call(*given, **more))
 
 
 def odd_ranks(player: Player) -> range:
-    """Who differs from the others: each in turn; in graphs, which are slow to make, the last."""
+    """Return the ranks that differ in turn: all, or in graphs, which are slow, only the last."""
     size = hvd.size()
     return range(size - 1 if player.traced else 0, size)
 
@@ -485,7 +485,7 @@ def case_arguments_that_are_wrong_here(player: Player) -> None:
 
 
 def case_arguments_that_are_wrong_on_one_rank_only(player: Player) -> None:
-    """The others wait for that rank's next try."""
+    """The other ranks wait for that rank's next call."""
     for odd in odd_ranks(player):
         for label, call, kind, texts in [*LOCAL, *splits_rows(hvd.size())]:
             if hvd.rank() == odd:
@@ -523,7 +523,7 @@ def case_unnamed_calls_that_only_one_rank_refuses_do_not_count(player: Player) -
 
 
 def case_ranks_that_disagree(player: Player) -> None:
-    """Each rank in turn is the odd one; among two ranks either may be called that."""
+    """Each rank in turn differs from the others."""
     size, rank = hvd.size(), hvd.rank()
     tried = itertools.product(odd_ranks(player), DIFFERENT if size > 1 else [])
     for odd, (what, usual, other) in tried:
@@ -536,15 +536,15 @@ def case_ranks_that_disagree(player: Player) -> None:
             except errors.MismatchError as error:
                 told.append(str(error))
                 raise
-        # The very same text everywhere; in graphs, what TensorFlow adds differs.
+        # All ranks have the same text, except for the parts that TensorFlow adds in graphs.
         assert len({*map(tuple, hvd.allgather_object(told, name="told"))}) == 1
         if odd == size - 1:
-            run(player, usual[0])  # the same name, and now all agree
+            run(player, usual[0])  # all ranks use the name alike again
     works(player)
 
 
 def case_an_agreed_name_may_change_only_together(player: Player) -> None:
-    """What was agreed before is remembered; a rank that departs from it is still found."""
+    """Even for a cached request, a rank that changes it alone is found."""
     size = hvd.size()
 
     def known(count: int) -> Any:
@@ -555,7 +555,7 @@ def case_an_agreed_name_may_change_only_together(player: Player) -> None:
             assert known(4).tolist() == [size] * 4
         with player.refuses("known", errors.MismatchError, "'known'", f"rank {odd}: [5]"):
             known(5 if hvd.rank() == odd else 4)
-        assert known(5).tolist() == [size] * 5  # all together: no mismatch
+        assert known(5).tolist() == [size] * 5  # all ranks change it: no mismatch
 
 
 def case_a_mismatch_of_a_handle_uses_it_up(player: Player) -> None:

@@ -1,7 +1,7 @@
-"""What verbs return: every type, shape, operation, factor, split and process set.
+"""Results of the verbs: every type, shape, operation, factor, split and process set.
 
-All of it against the oracle. Where a result is not one of the oracle's kind (infinities, names,
-...) the case says what it ought to be.
+They are compared with the oracle. For other results (infinities, names, ...), the case states the
+expected value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUMBERS = [dtype for dtype in oracle.DTYPES if dtype != "bool"]
 
 
 class Book(Caller):
-    """Writes calls down, to be made together; half of them get names."""
+    """Collects calls that are made together; half of them get names."""
 
     def __init__(self, player: Player) -> None:
         super().__init__(player, mpirun.seed())
@@ -36,7 +36,7 @@ class Book(Caller):
         self.calls: list[Call] = []
 
     def write(self, verb: str, dtype: str, shape: tuple[int, ...], **more: Any) -> None:
-        """Of one tensor; what is not said here is drawn."""
+        """Add a call with one tensor; other arguments are random."""
         self.write_group(verb, (dtype,), (shape,), **{"grouped": False, **more})
 
     def write_group(
@@ -53,7 +53,7 @@ class Book(Caller):
         self.calls.append(Call(step, verb, dtypes=dtypes, shapes=shapes, **{**drawn, **more}))
 
     def play(self) -> None:
-        """Those that this rank takes part in; of graphs, which take their time, a half of them."""
+        """Make the calls of this rank; in graphs, which are slow, only half of them."""
         calls = self.calls
         if self.player.traced:
             calls = [call for call in calls if self.rng.random() < 0.5]
@@ -63,7 +63,7 @@ class Book(Caller):
 
 @contextlib.contextmanager
 def book(player: Player) -> Iterator[Book]:
-    """One that is played in the end."""
+    """Yield a Book whose calls are made at the end."""
     calls = Book(player)
     yield calls
     calls.play()
@@ -141,7 +141,7 @@ def case_ragged_allgathers(player: Player) -> None:
     rows_by_rank = [
         lambda rank: rank,  # none on rank 0
         lambda rank: 0,  # none anywhere
-        lambda rank: 5 if rank == size - 1 else 0,  # of one rank only
+        lambda rank: 5 if rank == size - 1 else 0,  # only on one rank
         lambda rank: 3,
         lambda rank: (size - rank) * 211,
     ]
@@ -153,7 +153,7 @@ def case_ragged_allgathers(player: Player) -> None:
 
 
 def case_alltoalls_with_and_without_splits(player: Player) -> None:
-    """Also with splits on some ranks only, and rows to spare."""
+    """Some ranks may pass no splits, and splits need not use all rows."""
     size = hvd.size()
     with book(player) as calls:
         for dtype, each in itertools.product(oracle.DTYPES, (0, 1, 3)):
@@ -176,14 +176,14 @@ def case_reducescatters_of_uneven_rows(player: Player) -> None:
 
 
 def case_tensors_of_several_blocks(player: Player) -> None:
-    """More than the shared-memory slots and the ring's segments take at once."""
+    """Larger than the shared-memory slots and the ring's segments."""
     several_blocks(player)
 
 
 def several_blocks(player: Player, part: int = 1) -> None:
-    """Those tensors, or so small a part of each.
+    """Play tensors of several blocks, or the given fraction of each.
 
-    Each type alone: in a batch with another one it may be reduced in another way.
+    Types do not share a batch, which may be reduced in another way.
     """
     for dtype, count in (("float32", 1_234_577), ("int16", 700_001), ("float16", 262_147)):
         with book(player) as calls:
@@ -196,7 +196,7 @@ def several_blocks(player: Player, part: int = 1) -> None:
 
 
 def case_every_verb_in_every_process_set(player: Player) -> None:
-    """Of members; others do not take part, and know it."""
+    """Only members make the calls."""
     ranks = range(hvd.size())
     for count in range(1, hvd.size()):
         for members in itertools.combinations(ranks, count):
@@ -230,7 +230,7 @@ def write_every_verb(calls: Book, members: Ranks) -> None:
     rows = tuple((place, 2) for place in range(size))
     calls.write("allgather", "int16", (0, 2), members=members, rows=tuple(r[:1] for r in rows))
     calls.write_group("allgather", ("bool", "int8"), ((0,), (0, 3)), members=members, rows=rows)
-    for root in members:  # counted among all ranks of the job
+    for root in members:  # a rank of the job, not of the set
         calls.write("broadcast", "uint8", (7,), members=members, root=root)
     for splits in ((None,) * size, ((1,) * size,) * size):
         calls.write("alltoall", "int64", (2 * size, 3), members=members, splits=splits)
@@ -348,7 +348,7 @@ def case_names_of_all_kinds(player: Player) -> None:
             lambda name=name: player.hvd.allreduce(player.ones(2), name=name, op=hvd.Sum)
         )
         assert total.tolist() == [size] * 2
-    for turn in range(6):  # the same name, again and again, with another shape now and then
+    for turn in range(6):  # the same name repeatedly, with several shapes
         mine = np.full(1 + turn // 3, hvd.rank())
         most = player.run(lambda t: player.hvd.allreduce(t, name="again", op=hvd.Max), mine)
         assert most.tolist() == [size - 1] * len(mine)
@@ -357,7 +357,7 @@ def case_names_of_all_kinds(player: Player) -> None:
 
 
 def case_named_calls_in_any_order(player: Player) -> None:
-    """Handles in one thread, one graph, or calls that block threads of their own."""
+    """As handles in one thread, in one graph, or as blocking calls in several threads."""
     for turn in range(3):
         calls = Book(player)
         for number in range(12):
@@ -396,7 +396,7 @@ def case_one_tensor_is_a_group_of_its_rows(player: Player) -> None:
 
 
 def case_uneven_data(player: Player) -> None:
-    """Every choice of ranks that join early; the others go on without them."""
+    """Every choice of ranks joins early, and the others go on."""
     size, rank = hvd.size(), hvd.rank()
     assert player.join() in range(size)
     for count in range(1, size):

@@ -14,7 +14,7 @@ import hororing.numpy as hvd
 from conformance import gradients, refusals, results
 from conformance.players import PLAYERS, Player, player_of
 
-# Collectives of one random schedule: of NumPy, on all sizes together, 10,000.
+# Collectives in a random schedule. NumPy makes 10,000 over all sizes.
 CALLS = {"numpy": 840, "torch": 150, "tensorflow": 100, "function": 25}
 SCHEDULES = 3
 
@@ -26,7 +26,7 @@ def begin(player: Player) -> None:
 
 
 def random_calls(player: Player) -> None:
-    """Schedules of their own, each from init to shutdown, with sets, names and a cache."""
+    """Play random schedules, each from init to shutdown, with sets, names and a cache."""
     world = hvd.size()
     hvd.shutdown()
     for number in range(SCHEDULES):
@@ -41,7 +41,7 @@ def cases() -> dict[str, Callable[[Player], Any]]:
 
 
 def cases_by(*players: str) -> dict[str, Callable[[], Any]]:
-    """What a file has among its names so that these play the suite on its ranks."""
+    """Return the names that a test file needs so that these players play the suite on its ranks."""
     return {
         f"{case}_by_{player}": functools.partial(play, player, case)
         for player in players

@@ -52,9 +52,9 @@ def file_of(epoch):
 
 def fit(model, first_epoch, last_epoch):
     callbacks = [
-        # Others begin with rank 0's weights, from the checkpoint or random ones.
+        # The others begin with rank 0's weights, which are random or from the checkpoint.
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-        # Before all callbacks that look at metrics.
+        # Before all callbacks that use metrics.
         hvd.callbacks.MetricAverageCallback(),
         hvd.callbacks.LearningRateWarmupCallback(
             initial_lr=scaled_lr, warmup_epochs=args.warmup_epochs, verbose=verbose
@@ -77,7 +77,7 @@ def fit(model, first_epoch, last_epoch):
 
 history = fit(new_model(), 0, args.epochs // 2)
 
-# As after a restart: rank 0 looks for the last epoch that there is.
+# As after a restart, rank 0 looks for the last epoch.
 resume_from = 0
 if hvd.rank() == 0:
     resume_from = max(e for e in range(args.epochs + 1) if e == 0 or os.path.exists(file_of(e)))

@@ -1,7 +1,7 @@
 """A training script for Horovod: automatic mixed precision with a gradient scaler.
 
-It knows nothing of hororing. The scale begins so high that the first steps overflow, on some ranks
-earlier than on others; all ranks must skip the same steps.
+It knows nothing of hororing. The initial scale is so high that the first steps overflow, but not on
+all ranks; all ranks must skip the same steps.
 """
 
 import horovod.torch as hvd
@@ -28,7 +28,7 @@ def main():
     generator = torch.Generator().manual_seed(hvd.rank())
     losses = []
     for _ in range(STEPS):
-        # Later ranks see larger numbers: they overflow at smaller scales.
+        # Later ranks have larger numbers, which overflow at smaller scales.
         inputs = (1 + hvd.rank()) * torch.randn(32, 8, generator=generator)
         targets = torch.tanh(inputs @ truth)
         optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """A training script for Horovod: accumulation, clipping, 16-bit gradients, checkpoint and resume.
 
-It knows nothing of hororing. At the end it checks what every data-parallel training promises: all
-ranks hold the same weights, and the loss has fallen.
+It knows nothing of hororing. At the end it checks that all ranks hold the same weights, and that
+the loss has fallen.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def train_epoch(args, epoch, model, optimizer, sampler, loader):
     model.train()
     for inputs, labels in loader:
         optimizer.zero_grad()
-        # A batch of several passes, of which only the last one communicates.
+        # A batch has several passes, of which only the last one communicates.
         pieces = list(
             zip(inputs.split(args.batch_size), labels.split(args.batch_size), strict=True)
         )
@@ -100,7 +100,7 @@ def main():
         op=hvd.Average,
     )
 
-    # Only rank 0 has the checkpoint; the others hear from it where to go on.
+    # Only rank 0 has the checkpoint, and tells the others where to continue.
     history = []
     if hvd.rank() == 0 and os.path.exists(args.checkpoint):
         saved = torch.load(args.checkpoint)

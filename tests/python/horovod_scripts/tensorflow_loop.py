@@ -1,7 +1,7 @@
-"""A training script for Horovod: a loop of one's own in TensorFlow 2.
+"""A training script for Horovod: a custom loop in TensorFlow 2.
 
 It knows nothing of hororing. Weights are broadcast after the first batch, when both the model and
-the optimizer have them; rank 0 alone writes a checkpoint.
+the optimizer have them; only rank 0 writes a checkpoint.
 """
 
 import argparse
@@ -72,7 +72,7 @@ if hvd.rank() == 0:
     checkpoint.save(os.path.join(args.checkpoints, "model"))
 
 for variable in [*model.variables, *optimizer.variables]:
-    if variable.dtype != "uint32":  # states of random generators: dropout differs
+    if variable.dtype != "uint32":  # states of random generators differ, for dropout
         everywhere = hvd.allgather(tf.reshape(variable, [1, -1]))
         assert (everywhere.numpy() == everywhere[0].numpy()).all(), f"{variable.name} differs"
 assert sum(losses[-5:]) < 0.3 * sum(losses[:5]), losses

@@ -1,7 +1,7 @@
-"""A training script for Horovod: ranks that have different amounts of data, with join().
+"""A training script for Horovod: ranks with different amounts of data, and join().
 
-It knows nothing of hororing. A rank that has finished its data joins; it takes no more steps, so
-that the weights of the rank that joined last are those to go on with.
+It knows nothing of hororing. A rank joins after its last batch and takes no more steps, so the
+weights of the rank that joined last are the final ones.
 """
 
 import horovod.torch as hvd
@@ -40,7 +40,7 @@ def main():
             first_loss = first_loss if first_loss is not None else loss.detach()
         last = hvd.join()
         most = max(hvd.size() - 2, 0)  # of all ranks, this one has the most batches
-        assert last == most, f"rank {last} is said to have joined last, not rank {most}"
+        assert last == most, f"rank {last} joined last, not rank {most}"
         # Ranks that had joined have missed the last steps.
         hvd.broadcast_parameters(model.state_dict(), root_rank=last)
         hvd.broadcast_optimizer_state(optimizer, root_rank=last)

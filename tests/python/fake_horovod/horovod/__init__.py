@@ -1,1 +1,1 @@
-"""Takes Horovod's place where benchmarks are tested."""
+"""Replaces Horovod in the tests of benchmarks."""

@@ -1,4 +1,4 @@
-"""Horovod's verbs, by hororing. They fail but between init and shutdown."""
+"""Horovod's verbs, by hororing. They fail except between init and shutdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hororing.torch import Sum
 
 __all__ = ["Sum"]
 awake = False
-cycles: set[str] = set()  # that it was initialised with
+cycles: set[str] = set()  # the cycle times that it was initialized with
 
 
 def init() -> None:
