@@ -1,4 +1,4 @@
-"""Arguments of the wrong kind are refused at once, by name; and init does not wait for ever."""
+"""Arguments of a wrong type raise errors at once, by name; and init does not wait forever."""
 
 from __future__ import annotations
 

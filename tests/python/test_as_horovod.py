@@ -42,13 +42,13 @@ def python(
 
 
 def printed(program: str, *arguments: str, cwd: Path | None = None, **environment: str) -> str:
-    """What a program prints that is run as Horovod's."""
+    """Return the output of a program that runs as one for Horovod."""
     done = python(*AS_HOROVOD, "-c", program, *arguments, cwd=cwd, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
 
 
-# mpirun lets the survivors of a rank that has failed say what they saw before it ends the job.
+# After a rank has failed, mpirun lets the survivors report before it ends the job.
 PATIENT = ("--runtime-options", "recoverable")
 
 
@@ -88,7 +88,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 # Names
 
 
-# What some modules need, and tests do without.
+# Packages that some modules need and the tests may lack.
 NEEDED = {"horovod.ray": "ray", "horovod.spark": "pyspark"}
 
 
@@ -179,7 +179,7 @@ REFUSED = (
     ),
     ("import horovod.data", "horovod.data", "DataLoader"),
     ("import horovod.nonsense", "horovod.nonsense", "docs/migrating.md"),
-    # Ours, but no module of Horovod: a second copy of it would be a trap.
+    # A module of hororing that Horovod does not have: a second copy of it would be a trap.
     ("import horovod.torch.reducer", "horovod.torch.reducer", "docs/migrating.md"),
     (
         "import horovod.tensorflow.data.compute_service",
@@ -197,7 +197,7 @@ REFUSED = (
 
 @pytest.fixture(scope="module")
 def answers() -> list[tuple[str, str]]:
-    """Kind and text of the exceptions of all these; one process imports the frameworks."""
+    """Return types and texts of all these exceptions, from one process, for fewer imports."""
     pytest.importorskip("torch")
     pytest.importorskip("tensorflow")
     ours = {
@@ -297,12 +297,12 @@ def test_install_works_from_python_and_once():
 def test_the_table_has_ways_out_for_modules_only_and_no_row_twice():
     assert len(set(MODULES.values())) == len(MODULES)
     assert all(name.partition(".")[0] == "horovod" for name in [*MODULES, *WAYS_OUT])
-    # Horovod's module and ours have the same name.
+    # Horovod's module and hororing's have the same name.
     assert all(ours.endswith("." + name.rpartition(".")[2]) for name, ours in MODULES.items())
 
 
 # ---------------------------------------------------------------------------------------------
-# As python does
+# The same behaviour as python
 
 PROGRAM = """\
 import atexit, os, sys
@@ -571,7 +571,7 @@ def test_what_works_here(capsys: pytest.CaptureFixture[str]):
 
 
 def finished(done: subprocess.CompletedProcess[str]) -> str:
-    """The last line of a job that has ended well."""
+    """Return the last line of a job that has succeeded."""
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()[-1]
 
@@ -625,7 +625,7 @@ def test_arguments_and_exit_codes_pass_through_mpirun(
 
 
 def test_an_exception_of_one_rank_ends_all_with_its_traceback():
-    # With PyTorch, rank 1 takes a moment to end: else mpirun ends rank 0 before it has printed.
+    # With PyTorch, rank 1 takes a moment to end. Otherwise mpirun ends rank 0 before it prints.
     pytest.importorskip("torch")
     program = (
         "import horovod.torch as hvd\n"
@@ -691,7 +691,7 @@ OLD_SCRIPTS = {
 
 @pytest.mark.parametrize("old", OLD_SCRIPTS)
 def test_a_script_for_keras_2_is_told_what_to_change(old: str, tmp_path: Path):
-    # The errors have the words of Keras 3's, which takes seconds to import.
+    # The errors have the texts of Keras 3, whose import takes seconds.
     program, change = OLD_SCRIPTS[old]
     (tmp_path / "train.py").write_text(program)
     done = python(*AS_HOROVOD, "train.py", cwd=tmp_path)

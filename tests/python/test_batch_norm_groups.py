@@ -1,4 +1,4 @@
-"""How many ranks share the statistics of batch normalisation, by arithmetic."""
+"""The number of ranks that share the statistics of batch normalization: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hororing.toolkit.large_batch.groups import group_size_for
 @pytest.mark.parametrize(
     ("batch_size", "ranks_on", "target", "wanted"),
     [
-        (12, [8, 8], 32, 4),  # 3 would do, but crosses hosts
+        (12, [8, 8], 32, 4),  # 3 would be enough, but crosses hosts
         (20, [8, 8], 32, 2),
         (32, [8, 8], 32, 1),
         (4, [8, 8], 32, 8),
         (3, [8, 8], 32, 16),  # one host is not enough
         (3, [4, 4, 4, 4, 4, 4], 32, 12),
-        (1, [8, 8], 32, 16),  # everybody is not enough
+        (1, [8, 8], 32, 16),  # all ranks are not enough
         (12, [6, 4], 32, 10),  # parts of 2 fit both hosts, and 4 of those do not divide 10
         (12, [6, 6], 32, 3),
         (16, [6, 4], 32, 2),
@@ -63,7 +63,7 @@ def test_wrong_arguments() -> None:
     ("told", "wanted"),
     [
         ([("a", 0, 2), ("a", 1, 2), ("b", 0, 1)], [0, 0, 1]),
-        ([("a", 0, 2), ("a", 1, 2), ("a", 0, 2), ("a", 1, 2)], [0, 0, 1, 1]),  # one name for two
+        ([("a", 0, 2), ("a", 1, 2), ("a", 0, 2), ("a", 1, 2)], [0, 0, 1, 1]),  # equal names
         ([("a", 0, 2), ("a", 0, 2), ("a", 1, 2), ("a", 1, 2)], [0, 1, 0, 1]),
         ([("a", 0, 1), ("a", 0, 2), ("a", 1, 2)], [0, 1, 1]),
     ],

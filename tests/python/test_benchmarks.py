@@ -1,7 +1,6 @@
-"""The benchmarks run, and write results that the tables and the plot can be made of.
+"""The benchmarks run, and write results for the tables and plots.
 
-Only that: nothing here depends on how long anything takes. Most share one job. Horovod, which is
-not everywhere, is a fake one.
+The times do not matter here. Most benchmarks share one job. Horovod, which may be missing, is fake.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ def test_what_hosts_had_when_it_was_ended_makes_rows_and_a_table():
 
 @pytest.fixture
 def report(reports, tmp_path) -> Path:
-    """A results file as bench.py writes it, with one part that failed."""
+    """Return a results file like those of bench.py, with one failed part."""
     bench = importlib.import_module("bench")
     parts = {"allreduce": "sums", "sets": "sets", "torch_step": "step", "ddp": "ddp",
              "latency": "latency"}  # fmt: skip
@@ -259,4 +258,4 @@ if __name__ == "__main__":
     horovod = importlib.import_module("horovod.torch")
     assert horovod.cycles == {"1", "0.1"}
     assert not horovod.awake
-    assert "HOROVOD_CYCLE_TIME" not in os.environ  # it would be hororing's, too
+    assert "HOROVOD_CYCLE_TIME" not in os.environ  # hororing would read it, too

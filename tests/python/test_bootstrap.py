@@ -1,4 +1,4 @@
-"""From the environment to a connected member, without a launcher of ours. Push tier, 2 s."""
+"""From the environment to a connected member, without hororun. Push tier, 2 s."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def find(environ: Mapping[str, str], **settings: Any) -> Member | None:
 
 
 def shared(environ: Mapping[str, str], size: int = 2) -> list[list[str]]:
-    """What ranks on threads tell one another, and they end as they should."""
+    """Run ranks as threads; return the texts that each has received."""
 
     def body(rank: int) -> list[str]:
         told = {**environ, "HORORING_RANK": str(rank), "HORORING_SIZE": str(size)}
         member = find(told)
         assert member is not None
         texts = member.share(f"rank {rank}", 30)
-        member.share("", 30)  # nobody leaves before all have had their texts
+        member.share("", 30)  # no rank leaves before all have their texts
         member.done()
         return texts
 
@@ -52,7 +52,7 @@ def shared(environ: Mapping[str, str], size: int = 2) -> list[list[str]]:
 
 @pytest.fixture
 def port() -> int:
-    """Not one of those that the kernel gives to whoever asks for any."""
+    """Return a free port outside the kernel's range of ephemeral ports."""
     while True:
         number = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -113,7 +113,7 @@ def secret_fd() -> Iterator[int]:
     ],
 )
 def test_what_is_wrong_is_an_error_that_names_the_variable(environ: dict[str, str], wanted: str):
-    config.load(environ)  # knows these variables
+    config.load(environ)  # accepts these variables
     with pytest.raises(ValueError, match=wanted.replace("(", r"\(")) as caught:
         find(environ, TIMEOUT_S=0.01)
     assert KEY not in str(caught.value)
@@ -130,7 +130,7 @@ def test_no_variables_and_one_rank_need_no_store():
     assert find({"HORORING_JOB": "a", "HORORING_RENDEZVOUS": ""}) is None
     assert find({"HORORING_RANK": "0", "HORORING_SIZE": "1"}) is None
     assert find({**RANK_1, **HERE}, ALONE=True) is None
-    assert find({"HOROVOD_SIZE": "4", "HOROVOD_RANK": "1"}) is None  # which init refuses
+    assert find({"HOROVOD_SIZE": "4", "HOROVOD_RANK": "1"}) is None  # init refuses this
 
 
 def test_rank_and_size_may_be_the_launchers():
@@ -172,7 +172,7 @@ def test_a_job_without_a_secret_is_for_one_host(port: int, caplog: pytest.LogCap
 
 @pytest.fixture
 def node0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name of this host, which /etc/hosts translates as on Debian, where it is its own."""
+    """Make "node0" a name of this host that resolves to 127.0.0.1, like its own name on Debian."""
     resolve = socket.getaddrinfo
 
     def translated(host: str, *rest: Any, **more: Any) -> Any:
@@ -229,7 +229,7 @@ def test_the_file_of_a_directory_is_the_users_alone(tmp_path: Path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with pytest.raises(RendezvousError, match=r"belongs to a running job .*another HORORING_JOB"):
         files.serve(str(tmp_path), job="j", size=2, timeout_s=30)
-    path.chmod(0o644)  # as somebody else might have put it there
+    path.chmod(0o644)  # as if another user had created it
     with pytest.raises(RendezvousError, match="is accessible to other users"):
         files.join(str(tmp_path), job="j", rank=1, size=2, timeout_s=0.05)
     one.done()
@@ -237,7 +237,7 @@ def test_the_file_of_a_directory_is_the_users_alone(tmp_path: Path):
 
 
 def stale(path: Path, **changes: Any) -> None:
-    """A file as a rank 0 leaves it that was killed; changed, as on another host."""
+    """Create the file of a killed rank 0, with changes as of another host."""
     script = (
         "import os, sys; from hororing.rendezvous import files; "
         "files.serve(sys.argv[1], job='j', size=2, timeout_s=30); os._exit(0)"
@@ -249,7 +249,7 @@ def stale(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("owner", [None, {"pid": 1, "began": 1, "space": "another host"}])
 def test_a_stale_file_is_not_joined_and_the_new_one_is(tmp_path: Path, owner: Any):
     path = files.place(str(tmp_path), "j")
-    # On another host nobody can tell whether its owner lives: another program has the port now.
+    # On another host, it is unknown whether the owner is alive. Here another program has the port.
     other = Store(job="j", size=2, secret=protocol.new_secret())
     other.start_thread()
     changes = {"owner": owner, "address": f"127.0.0.1:{other.port}"} if owner else {}

@@ -1,4 +1,4 @@
-"""Buckets of gradients: the plan is the best there is, and made quickly."""
+"""Buckets of gradients: the plan is optimal, and planning is fast."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_no_plan_of_random_steps_finishes_earlier() -> None:
 
 @pytest.mark.parametrize(("gap_s", "ends"), [(0.9e-3, [2]), (1.1e-3, [1, 2])])
 def test_the_second_of_two_is_waited_for_if_it_comes_within_alpha(gap_s, ends) -> None:
-    """Apart they end at 2 alpha + 2 beta m, together at gap + alpha + 2 beta m."""
+    """Separately they end at 2 alpha + 2 beta m, together at gap + alpha + 2 beta m."""
     ready_s, sizes = np.array([0, gap_s]), np.array([1_000_000, 1_000_000])
     assert plan_buckets(ready_s, sizes, Cost(1e-3, 2e-9)) == ends
 
@@ -64,7 +64,7 @@ def test_what_is_ready_at_once_goes_in_one_bucket_and_nothing_waits_for_free() -
 
 def test_without_a_plan_a_message_takes_what_is_ready_when_it_begins() -> None:
     ready_s, sizes = np.array([0, 2, 4, 30, 32, 34]) * 1e-3, np.ones(6)
-    # 0 to 11 the first, to 23 the second and third, 30 to 41 the fourth, to 53 the rest.
+    # The first takes from 0 to 11, the next two to 23, the fourth from 30 to 41, the rest to 53.
     assert finish_unplanned(ready_s, sizes, Cost(10e-3, 1e-3)) == pytest.approx(53e-3)
 
 

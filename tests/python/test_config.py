@@ -156,7 +156,7 @@ def test_other_variables_without_a_meaning_share_one_line_that_has_no_values():
     environ = {
         "HOROVOD_NUM_NCCL_STREAMS": "4",
         "HOROVOD_SECRET_KEY": "abc",
-        # What asks for nothing special, what is empty, what is honoured: not a word.
+        # Variables with default values, empty ones, and supported ones cause no message.
         "HOROVOD_ENABLE_XLA_OPS": "0",
         "HOROVOD_CONTROLLER": "mpi",
         "HOROVOD_ELASTIC": " ",

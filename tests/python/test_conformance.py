@@ -1,4 +1,4 @@
-"""The conformance suite, by the adapters of NumPy and PyTorch. See conformance/."""
+"""The conformance suite with the adapters of NumPy and PyTorch. See conformance/."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ globals().update(cases_by("numpy", "torch"))
 test_case = session.on_ranks(globals(), 1, 2, 3, 4, push=[1, 3], session="torch")
 
 
-# MPI plays the results in test_conformance_algorithms.py, too.
+# test_conformance_algorithms.py also plays the results over MPI.
 @tiers.full
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 @pytest.mark.parametrize("transport", ["mpi", "tcp"])

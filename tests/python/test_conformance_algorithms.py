@@ -1,8 +1,7 @@
-"""The results of the conformance suite, by every algorithm, on every layout of the ranks.
+"""The results of the conformance suite, with every algorithm, on every layout of the ranks.
 
-The adapters differ above the core, algorithms below it: so NumPy's plays them all. Every case also
-looks at what has carried out its allreduces, since what is wished for and cannot be had is
-replaced by something else.
+Algorithms do not depend on the adapter, so NumPy's plays them all. Every case also checks which
+algorithms its allreduces have used, because the core replaces an algorithm that is not possible.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from conformance.players import player_of
 
 import hororing.numpy as hvd
 
-CALLS = 120  # of the random schedule
-PART = 4  # of the large tensors, which take half of the time: still several blocks each
-FLAT = {"ring", "rank_order"}  # the latter where a ring would round more than once
+CALLS = 120  # in the random schedule
+PART = 4  # divides large tensors, which take half of the time; each still has several blocks
+FLAT = {"ring", "rank_order"}  # rank_order if a ring would round more than once
 PREFIX = "allreduces_"
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A job: what is wished for, and what that comes to."""
+    """A job: its settings, and the algorithms that it uses."""
 
     hosts: str  # of each rank
     knobs: str  # NAME=VALUE, without HORORING_
-    taken: frozenset[str]  # all of these and nothing else, in the world; none: whatever is cheapest
+    taken: frozenset[str]  # exactly these in the world; empty: any
 
     @property
     def size(self) -> int:
@@ -66,13 +65,13 @@ WAYS = [
     *ways("TRANSPORT=mpi ALGORITHM=ring", FLAT, "aba"),
     *ways("TRANSPORT=mpi ALGORITHM=three_phase", {"three_phase"}, "aab", "abab"),
 ]
-# An uneven layout of each, or one whose ranks alternate; four ranks of one host.
+# For each, an uneven layout, or one whose ranks alternate; and four ranks of one host.
 PUSH = [way for way in WAYS if str(way).startswith(PUSHED)]
 
 # ---------------------------------------------------------------------------------------------
 # On the ranks
 
-# Process sets go by what their own ranks have, and may be by something else.
+# The algorithm of a process set depends on its own ranks, and may differ from the world's.
 WEIGHTED = "case_weighted_averages"
 OF_SETS = {"case_every_verb_in_every_process_set"}
 _taken: set[str] = set()
@@ -105,7 +104,7 @@ def play(case: str) -> None:
 
 def everything_was_taken() -> None:
     wished = set(os.environ["TEST_TAKEN"].split())
-    # Whether ranks meet is a matter of microseconds; that they do, test_one_shot_allreduce.py sees.
+    # Ranks meet only within microseconds. test_one_shot_allreduce.py checks that they do.
     assert _taken >= wished - {"at_once"}, f"only {_taken} of {wished}"
     assert _taken
     hvd.shutdown()
@@ -124,7 +123,7 @@ CASES: dict[str, Any] = {
     "case_everything_was_taken": everything_was_taken,
     "case_random_calls": random_calls,
 }
-if __name__ == "cases":  # where mpirun.py looks for them
+if __name__ == "cases":  # for mpirun.py
     globals().update(CASES)
 
 # ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The recipes of docs/cookbook.md run as they stand, and leave the same weights on all ranks.
+"""The recipes of docs/cookbook.md run unchanged, and leave the same weights on all ranks.
 
 Push tier: 2 s in the session of torch.
 """
@@ -20,7 +20,7 @@ CODE = r"^```python\n(.*?)^```$"
 
 
 def recipes() -> dict[str, str]:
-    """The code of each recipe, by the name of its case."""
+    """Return the code of each recipe, by the name of its case."""
     sections = re.split(r"^## (.*)$", PAGE.read_text("utf-8"), flags=re.MULTILINE)
     begin = "".join(re.findall(CODE, sections[0], re.S | re.M))
     return {

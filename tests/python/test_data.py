@@ -1,4 +1,4 @@
-"""Shards and exact evaluation, by arithmetic and on 1 to 4 ranks: no framework."""
+"""Shards and exact evaluation, by arithmetic and on 1 to 4 ranks, without a framework."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ N = 1797  # the digits of scikit-learn
 
 
 def answers(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which samples a model gets right, and its losses."""
+    """Return which samples a model classifies correctly, and its losses."""
     rng = np.random.default_rng(seed)
     return rng.random(N) < 0.9, rng.exponential(0.3, N)
 
 
 def evaluated(rank: int, size: int, batch: int, right: np.ndarray, loss: np.ndarray) -> Totals:
-    """One rank's part, where what fills up a batch would spoil it."""
+    """Return the totals of one rank. Padding that counts would make them wrong."""
     totals = Totals(["correct", "loss"])
     for hits, losses, mask in masked_arrays((right, loss), batch, rank, size):
         assert len(hits) == batch
@@ -231,13 +231,13 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_permutations_are_what_they_were() -> None:
-    """Files of indices and resumed runs depend on it."""
+    """Index files and resumed runs depend on them."""
     assert permutation(10, seed=0, epoch=0).tolist() == PINNED[0]
     assert permutation(10, seed=7, epoch=3).tolist() == PINNED[1]
     orders = {tuple(permutation(50, seed=s, epoch=e)) for s in range(5) for e in range(5)}
     assert len(orders) == 25
     firsts = np.bincount([permutation(4, seed=1, epoch=e)[0] for e in range(2000)])
-    assert firsts.min() > 400  # of 500 that are expected; 20 is the standard deviation
+    assert firsts.min() > 400  # 500 are expected; the standard deviation is 20
 
 
 PINNED = [[0, 8, 9, 3, 7, 5, 1, 2, 6, 4], [7, 1, 9, 6, 0, 4, 2, 8, 3, 5]]

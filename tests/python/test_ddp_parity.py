@@ -30,7 +30,7 @@ OPTIMIZERS: list[Make] = [
 def start() -> None:
     hvd.init()
     torch.set_num_threads(1)
-    # A name that no other job has, and that rank 0 tells the others through our own verbs.
+    # A unique name, which rank 0 broadcasts with hororing.
     meeting = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}/ranks", rank=hvd.rank(), world_size=hvd.size()
@@ -42,7 +42,7 @@ def start() -> None:
 
 
 class Network(nn.Module):
-    """With a convolution, a parameter that is used twice, and a buffer."""
+    """A network with a convolution, a parameter that is used twice, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, passes: int) -> No
 
 
 def compare(make: Make, passes: int = 1) -> None:
-    torch.manual_seed(hvd.rank())  # so that it matters who sends its weights
+    torch.manual_seed(hvd.rank())  # so that the source of the weights matters
     ours = Network().double()
     hvd.broadcast_parameters(ours.state_dict(), root_rank=0)
     theirs = DistributedDataParallel(copy.deepcopy(ours))

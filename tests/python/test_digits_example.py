@@ -1,4 +1,4 @@
-"""The examples learn digits; torch_digits.py on any number of ranks, and in the same steps."""
+"""The examples learn digits; torch_digits.py takes the same steps on any number of ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_it_classifies_97_of_100_images(size: int):
     assert int(ranks) == size
     # Twenty epochs over 1,438 images: N ranks take an N-th of the steps.
     assert int(steps) == 20 * (1438 // (32 * size))
-    # Only rank 0 speaks, and shows its progress to the end.
+    # Only rank 0 prints, and shows its progress to the end.
     assert re.search(rf"train: 100%.* {steps}/{steps} ", job.outputs[0])
     assert job.outputs[1:] == [""] * (size - 1), job.report()
 
@@ -45,12 +45,12 @@ def losses(size: int, batch: int, steps: int, directory: Path) -> list[float]:
 
 @tiers.full
 def test_two_ranks_with_half_the_batch_take_the_steps_of_one(tmp_path: Path):
-    steps = 50  # of 64 images are two epochs and a third one's beginning
+    steps = 50  # with 64 images each, two epochs and the beginning of a third
     alone = losses(1, 64, steps, tmp_path)
     together = losses(2, 64, steps, tmp_path)
     assert len(alone) == steps
     assert together == pytest.approx(alone, rel=1e-5)
-    assert alone[-1] < 0.6 * alone[0]  # it learns, so equality means something
+    assert alone[-1] < 0.6 * alone[0]  # it learns, so equality is meaningful
 
 
 @tiers.full
@@ -75,7 +75,7 @@ def test_keras_classifies_97_of_100_images_also_after_a_restart(tmp_path: Path):
     ((after, steps, ranks),) = LAST_LINE.findall(second.outputs[0])
     assert float(after) >= 0.97, second.report()
     assert float(after) > float(before)
-    assert (int(steps), int(ranks)) == (20 * (1438 // 64), 2)  # of which three were there
+    assert (int(steps), int(ranks)) == (20 * (1438 // 64), 2)  # the first run made three of them
     epochs = re.findall(r"^Epoch (\d+)/20", second.outputs[0], re.MULTILINE)
     assert [int(epoch) for epoch in epochs] == list(range(4, 21))
     assert "Epoch" not in second.outputs[1]
@@ -89,7 +89,7 @@ def test_large_batches_learn_in_a_few_epochs(name: str):
     assert "effective batch 180, peak rate 0.3516" in job.outputs[0], job.report()
     ((accuracy, steps, ranks),) = LAST_LINE.findall(job.outputs[0])
     assert float(accuracy) >= 0.95, job.report()
-    # 719 images per rank; Keras takes the incomplete batch of an epoch, too.
+    # 719 images per rank; Keras uses the incomplete batch of an epoch, too.
     assert (int(steps), int(ranks)) == (12 * (8 if "keras" in name else 7), 2)
     assert "test accuracy" not in job.outputs[1]
 

@@ -17,7 +17,7 @@ import digits_show  # noqa: E402
 
 
 def hierarchical_rows(folder: Path) -> list[digits.Row]:
-    """Two ways and two seeds, the second half a second slower."""
+    """Return rows of two methods and two seeds; the second seed is half a second slower."""
     rows = []
     for seed in (1, 2):
         records = folder / str(seed)

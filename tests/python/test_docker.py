@@ -1,7 +1,7 @@
-"""The images' recipes: their RUN steps, run here, and what compose.yaml says.
+"""The recipes of the images: their RUN steps, which run here, and compose.yaml.
 
-There is no registry of images where the tests run, so no image is built; docs/docker.md says
-which of them has been built, and how.
+The tests have no image registry, so they build no image; docs/docker.md says which images have been
+built, and how.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ print("sum", int(hvd.allreduce(np.int64(hvd.rank() + 1), op=hvd.Sum)))
 
 
 def instructions(image: str) -> list[tuple[str, str]]:
-    """(FROM, debian...), (RUN, ...), ... with continued lines joined."""
+    """Return (FROM, debian...), (RUN, ...), ... with continuation lines joined."""
     text = (ROOT / "docker" / f"{image}.Dockerfile").read_text()
     text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
     return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line]
@@ -94,7 +94,7 @@ def test_the_recipe_gives_an_environment_in_which_mpirun_works(tmp_path: Path):
     for step in runs("cpu"):
         if "pip" in step:
             here = re.sub(r"(?<!\w)/(?=(build|source|wheels|opt)\b)", f"{tmp_path}/", step)
-            # The smallest extra. For a compiler cache these are the sources compiled already.
+            # The smallest extra. A compiler cache has compiled these sources before.
             shell(here, EXTRAS="keras", CCACHE_BASEDIR=str(sources))
     path = f"{tmp_path}/opt/hororing/bin:{os.environ['PATH']}"
     assert "works (one process)" in shell("python -m hororing info", PATH=path)

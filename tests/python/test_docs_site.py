@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning. Full tier, half a minute, most of it imports."""
+"""The documentation site builds without a warning. Full tier, 30 s, mostly for imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples in docstrings run, on one rank, with the names that a script has at that place.
+"""The examples in docstrings run on one rank, with the names that a script has at that place.
 
 Push tier: 2 s in a session of torch. The full tier has those of Keras and TensorFlow: 10 s.
 """
@@ -23,16 +23,16 @@ import session
 import tiers
 
 ROOT = Path(__file__).parents[2]
-# Their examples need several ranks, and run in their own tests.
+# Modules whose examples need several ranks, and the tests that run them.
 ELSEWHERE = {
     "hororing.ray.train": "test_ray.py",
     "hororing.hororun.function": "test_run.py",
     "hororing.toolkit.stragglers.watch": "test_stragglers.py",
 }
 
-# Public names without an example of their own. They tell what was found on this machine, are
-# results or bases of others, are shown by the example of another name, or need several ranks, an
-# elastic job, another program or TensorFlow 1.
+# Public names without an example. They report facts about this machine, are results or base classes
+# of others, are in the example of another name, or need several ranks, an elastic job, another
+# program or TensorFlow 1.
 WITHOUT = """
     Auto BF16Compressor BroadcastGlobalVariablesHook Collective CommitStateCallback Comparison
     Compressor Diagnosis FP16Compressor HierarchicalSGDCallback Int8 MLflow Metric
@@ -49,7 +49,7 @@ WITHOUT = """
 
 
 def without_example(*, of_keras: bool) -> set[str]:
-    """The functions and classes of the pages in docs/api whose docstrings have none."""
+    """Return the functions and classes of docs/api whose docstrings have no example."""
     pages = "".join(page.read_text("utf-8") for page in ROOT.glob("docs/api/*.md"))
     found = set()
     for name in re.findall(r"^::: (\S+)", pages, re.MULTILINE):
@@ -71,7 +71,7 @@ def without_example(*, of_keras: bool) -> set[str]:
 
 
 def modules(*, of_keras: bool) -> list[str]:
-    """Those with examples, for PyTorch or for Keras and TensorFlow."""
+    """Return the modules with examples, for PyTorch or for Keras and TensorFlow."""
     found = []
     for path in sorted(ROOT.glob("hororing/**/*.py")):
         if ">>> " in path.read_text("utf-8"):
@@ -83,14 +83,14 @@ def modules(*, of_keras: bool) -> list[str]:
 
 
 class Checker(doctest.OutputChecker):
-    """Where an example shows no output, it may have some."""
+    """An example that shows no output may have some."""
 
     def check_output(self, want: str, got: str, flags: int) -> bool:
         return not want or super().check_output(want, got, flags)
 
 
 def run(names: list[str], script: Callable[[str], dict[str, Any]]) -> int:
-    """Run the examples of the modules, each docstring in a script of its own; return how many."""
+    """Run the examples of the modules, each docstring in its own script; return their number."""
     runner = doctest.DocTestRunner(Checker(), optionflags=doctest.NORMALIZE_WHITESPACE)
     said = io.StringIO()
     for name in names:
@@ -106,7 +106,7 @@ def run(names: list[str], script: Callable[[str], dict[str, Any]]) -> int:
 
 @contextlib.contextmanager
 def folder() -> Iterator[None]:
-    """Examples write into the folder that they run in."""
+    """Run examples in a temporary folder, into which they write."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as path:
         os.chdir(path)
@@ -117,7 +117,7 @@ def folder() -> Iterator[None]:
 
 
 def torch_script(_: str) -> dict[str, Any]:
-    """What a script of PyTorch has made before the line that the example shows."""
+    """Return the names that a PyTorch script has defined before the example."""
     import argparse
 
     import torch
@@ -155,7 +155,7 @@ test_on_one_rank = session.on_ranks(globals(), 1, push=[1], session="torch")
 
 
 def keras_script(module: str) -> dict[str, Any]:
-    """The same for Keras and TensorFlow."""
+    """Return those of a Keras or TensorFlow script."""
     import keras
     import tensorflow as tf
 

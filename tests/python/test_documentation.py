@@ -1,4 +1,4 @@
-"""What the documentation refers to exists (files, headings, names, counters), and lines fit."""
+"""The documentation's references exist (files, headings, names, counters), and its lines fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
 
@@ -44,7 +44,7 @@ def test_no_line_but_those_of_tables_is_wider_than_120_columns() -> None:
 
 
 def defines(name: str) -> bool:
-    """Whether `hororing.a.b.C` is a module, or the module before it says its last part."""
+    """Whether `hororing.a.b.C` is a module, or its last part occurs in the module before it."""
     path = ROOT.joinpath(*name.split("."))
     if path.is_dir() or path.with_suffix(".py").exists():
         return True
@@ -68,7 +68,7 @@ def test_names_are_those_of_the_code() -> None:
 
 
 def test_the_walk_of_a_gradient_passes_through_functions_that_are_there() -> None:
-    """Otherwise `make walk` writes docs/walk.md anew."""
+    """If this fails, `make walk` regenerates docs/walk.md."""
     rows = re.findall(r"^\| `(.*?)` \| (.*) \|$", (ROOT / "docs/walk.md").read_text("utf-8"), re.M)
     gone = [
         f"{file}: {name}"
@@ -103,7 +103,7 @@ def test_every_counter_is_explained() -> None:
 
 
 def test_every_exception_is_in_the_table_with_words_of_its_text() -> None:
-    """Numbers, names in quotes and dots stand for what differs from text to text."""
+    """Numbers, quoted names and dots stand for the variable parts of a text."""
     page = (ROOT / "docs/troubleshooting.md").read_text("utf-8").partition("\n## Errors\n")[2]
     table = re.match(r"\n(\|.*\n)+", page)
     assert table

@@ -1,4 +1,4 @@
-"""Elastic scripts under hororun, of which a rank is killed. Full tier, 20 s each."""
+"""Elastic scripts under hororun; a rank is killed. Full tier, 20 s each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hororun with jobs that go on when processes end. Push tier, 15 s."""
+"""hororun with jobs that survive the end of processes. Push tier, 15 s."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_flags_that_do_not_fit_are_an_error(
 
 
 # ---------------------------------------------------------------------------------------------
-# Processes that are no ranks: /bin/sh
+# Processes that are not ranks: /bin/sh
 
 
 def test_a_script_that_fails_everywhere_is_not_started_for_ever():
@@ -193,7 +193,7 @@ def test_signals_end_the_job_and_start_nothing(
 def test_processes_and_their_children_die_with_hororun_even_if_it_is_killed(
     started: Callable[..., subprocess.Popen[str]],
 ):
-    # The one that was killed first has left a child; that is gone before its slot is used again.
+    # The killed process has left a child, which ends before the slot is used again.
     script = "sleep 600 & echo pid=$! pid=$$; wait"
     job = started("-np", "1", "--min-np", "1", "--no-tag-output", *sh(script))
     child, parent = numbers(line(job))
@@ -205,7 +205,7 @@ def test_processes_and_their_children_die_with_hororun_even_if_it_is_killed(
 
 
 def test_the_script_tells_the_hosts(tmp_path: Path, started: Callable[..., subprocess.Popen[str]]):
-    # The first time one slot, then an error, then more slots.
+    # The script reports one slot, then an error, then more slots.
     script = tmp_path / "script"
     script.write_text(
         f"cd {tmp_path}; echo >> times; case $(wc -l < times) in 1) echo localhost:1;; "
@@ -275,7 +275,7 @@ def test_hosts_that_are_taken_away_end_well(tmp_path: Path):  # push tier, 5 s
 def test_a_reset_limit_ends_the_job():  # push tier, 2 s
     with ElasticRun(2, ["--reset-limit", "1"]) as job:
         job.wait_until_it_works()
-        # One kill costs one generation only, if the new process is quicker than the others.
+        # A kill may cost only one generation, if the new process is faster than the others.
         while job.hororun.poll() is None:
             hit = job.pid(1)
             kill(hit)

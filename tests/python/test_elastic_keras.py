@@ -1,4 +1,4 @@
-"""Elastic training with model.fit: compiled train steps live on with other ranks. Full tier."""
+"""Elastic training with model.fit: compiled train steps work on with other ranks. Full tier."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic_ranks import ElasticJob
 pytest.importorskip("tensorflow")
 pytestmark = [tiers.full, pytest.mark.timeout(300)]
 
-# Fits until an epoch is over that began when the newcomer was there.
+# Fits until the end of an epoch that began with the newcomer.
 SCRIPT = """
 import os, sys, time
 kind = sys.argv[1]

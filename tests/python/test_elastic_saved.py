@@ -1,4 +1,4 @@
-"""Commits in a file: a job that starts anew goes on from there. Push tier, 5 s."""
+"""Commits in a file: a new job continues from there. Push tier, 5 s."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_state_begins_with_the_commit_that_is_there(
     monkeypatch.setattr(membership, "history", lambda: [begun])
     newcomer = state(rank=1, epoch=0, log=None)
     newcomer.save_to(path)
-    assert newcomer.epoch == 0  # it gets those of the others
+    assert newcomer.epoch == 0  # it receives the state of the others
 
 
 def test_a_file_that_cannot_be_is_an_error_that_names_it(tmp_path: Path):
@@ -106,7 +106,7 @@ class Variables(VariablesState):
         return variable.value
 
     def _leave_if_due(self, replayed: bool) -> None:
-        """Nobody comes or goes."""
+        """Do nothing: ranks neither come nor go."""
 
 
 def test_variables_are_in_the_file_too(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Elastic training without ranks: the loop, states, and who gets which sample. Push tier, 3 s."""
+"""Elastic training without ranks: the loop, states, and samples. Push tier, 3 s."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EVENTS = st.tuples(st.sampled_from(["batch", "commit", "lost", "leave"]), st.int
 def test_every_sample_comes_once_whatever_happens(
     count: int, batch: int, shuffle: bool, events: list[tuple[str, int]]
 ):
-    """Ranks process batches; commits, losses and joins come at any time; a loss goes back."""
+    """Commits, losses and joins happen at any time between batches; a loss restores a commit."""
     module = pytest.importorskip("hororing.torch.elastic.sampler")
     place = SimpleNamespace(rank=lambda: place.now, size=lambda: place.ranks, now=0, ranks=3)
 
@@ -129,7 +129,7 @@ def test_announced_changes_interrupt_once(what: int, skip_sync: bool):
         mine.commit()
     assert interrupt.value.skip_sync is skip_sync
     mine.commit()
-    mine.on_hosts_updated(4, 2)  # is old
+    mine.on_hosts_updated(4, 2)  # an old update
     mine.commit()
     mine.on_hosts_updated(6, 1)
     mine.on_hosts_updated(7, 2)
@@ -143,7 +143,7 @@ def test_announced_changes_interrupt_once(what: int, skip_sync: bool):
 
 
 class Traced(elastic.State):
-    """Notes what is done with it."""
+    """Records its calls."""
 
     def __init__(self, trace: list[str]) -> None:
         super().__init__(lambda each: each, lambda: 0)
@@ -163,7 +163,7 @@ class Traced(elastic.State):
 
 
 def traced(outcomes: list[Any], elastic_job: bool = True) -> tuple[list[str], Any]:
-    """What the loop does where the function has these outcomes, and what it returns or raises."""
+    """Run the loop with a function that has these outcomes; return the trace and the result."""
     trace: list[str] = []
 
     def func(given: Any, *args: Any, **kwargs: Any) -> Any:
@@ -245,7 +245,7 @@ def test_a_job_that_is_not_elastic_raises_with_the_way_out():
 
 
 def batches_of_epochs(callbacks: list[Any], model: Any, steps: int, first: int, epochs: int):
-    """What `fit` does with callbacks; a list of the numbers of batches of the epochs."""
+    """Call the callbacks like `fit`; return the numbers of batches of the epochs."""
     done = []
 
     def call(name: str, *arguments: Any) -> None:
@@ -294,7 +294,7 @@ def test_callbacks_resume_where_the_state_is(commit_first: bool):
         batches_of_epochs(callbacks, model, 4, 0, 3)
     assert saved == [(0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]
     stop_at = 0
-    # As run would: the callbacks are made anew, or are the old ones.
+    # As in `run`, the callbacks are new or the old ones.
     assert batches_of_epochs(callbacks, model, 4, mine.epoch, 3) == [2, 4]
     assert saved[6:] == [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0)]
 
@@ -310,7 +310,7 @@ def test_commits_are_as_far_apart_as_asked():
 
 
 # ---------------------------------------------------------------------------------------------
-# What a rank that has just come receives
+# The state of a newcomer
 
 
 def test_an_optimizer_gets_its_state_where_its_parameters_are():
@@ -335,7 +335,7 @@ def test_a_copy_of_a_model_takes_the_memory_of_the_one_before():
     torch = pytest.importorskip("torch")
     handlers = pytest.importorskip("hororing.torch.elastic.handlers")
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-    model.register_buffer("same", torch.ones(1).expand(3))  # cannot be written over
+    model.register_buffer("same", torch.ones(1).expand(3))  # cannot be overwritten in place
     plain = handlers.ModelStateHandler(torch.nn.Sequential(model[0], model[1]))
     for handler, kept in ((plain, True), (handlers.ModelStateHandler(model), False)):
         before = {name: each.data_ptr() for name, each in handler.kept().items()}
@@ -348,7 +348,7 @@ def test_a_copy_of_a_model_takes_the_memory_of_the_one_before():
         assert handler.kept()._metadata == handler.value.state_dict()._metadata
         with torch.no_grad():
             model[0].weight.zero_()
-        if kept:  # else torch cannot load it
+        if kept:  # otherwise torch cannot load it
             handler.restore()
             assert all(
                 torch.equal(handler.value.state_dict()[name], wanted[name]) for name in wanted
@@ -372,7 +372,7 @@ def test_the_digest_of_a_state_is_that_of_its_bits():
     whole = torch.arange(23, dtype=torch.float32)
     mixed = [torch.ones(3, dtype=torch.bool), torch.tensor(2.0), torch.zeros(0), whole.half()]
     digest = digest_of([whole[1:], *mixed])
-    assert digest == digest_of([whole[1:].clone(), *mixed])  # wherever it lies in memory
+    assert digest == digest_of([whole[1:].clone(), *mixed])  # independent of the place in memory
     assert 0 <= digest < 2**62
     for number in (0, 5, 21):
         other = whole[1:].clone()
@@ -381,7 +381,7 @@ def test_the_digest_of_a_state_is_that_of_its_bits():
 
 
 def test_all_ranks_send_if_one_needs_it(monkeypatch: pytest.MonkeyPatch):
-    """Ranks that stay have left for a removal only, and a new one has come meanwhile."""
+    """The remaining ranks have stopped for a removal, and meanwhile a new rank has come."""
     new_needs = [0]
 
     def allreduce(mine: Any, **_: Any) -> Any:

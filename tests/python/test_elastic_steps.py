@@ -1,4 +1,4 @@
-"""A step as a transaction: in whatever moment of it a rank dies. 12 s of the push tier."""
+"""A step is a transaction, whenever a rank dies in it. 12 s of the push tier."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hororing.elastic.steps import Place, Steps
 from hororing.errors import ShutDownError
 from hororing.rendezvous.generations import Member
 
-# Each time a sample is in a step, its own parameter is one less. A rank dies in steps 3, 6 and 9:
-# when nobody has all gradients; when rank 1 has applied the step, and rank 0 has not and holds
-# garbage; when all have applied it and nobody has marked it. The rank that lacked step 6 is left,
-# and a newcomer comes to it.
+# Each sample has a parameter, which decreases by 1 whenever the sample is in a step. A rank dies in
+# steps 3, 6 and 9: before any rank has all gradients; when rank 1 has applied the step, but rank 0
+# has not and holds garbage; and when all have applied it, but none has marked it. The rank that
+# lacked step 6 remains, and a newcomer joins it.
 DEATHS = """
 import os, sys, time
 from pathlib import Path
@@ -132,7 +132,7 @@ times = sorted(set((-model.weight).long().flatten().tolist()))
 end(times, scheduler.last_epoch, int(model.steps))
 """
 
-# What is beside the weights counts, too: a layer its calls, and the optimizer its steps.
+# State other than weights counts, too: a layer counts its calls, and the optimizer its steps.
 KERAS = """
 os.environ["KERAS_BACKEND"] = "torch" if kind == "Keras on torch" else "tensorflow"
 import keras
@@ -291,10 +291,10 @@ def test_no_step_is_lost_or_taken_twice_whenever_a_rank_dies(
         assert once == "True", job.lines
         assert len(set(steps)) == 1, steps
         told = [(each.step, len(each.members)) for each in job.worlds()]
-        # The step that nobody has applied is done again; the others are not.
+        # Only the step that no rank has applied is repeated.
         assert told[:4] == [(0, 4), (2, 3), (6, 2), (9, 1)]
         assert str(told) in job.lines[last][-2]
-        # A model was sent only where a rank lacked a step, and to the newcomer.
+        # The model was sent only to a rank that lacked a step, and to the newcomer.
         sent = {int(line.split()[1]) for line in job.lines[last] if line.startswith("sent")}
         assert sent == {1, 3, len(told)}, job.lines
 
@@ -384,7 +384,7 @@ def test_only_steps_that_all_ranks_take_alike_are_agreed_on():
 
 
 def test_steps_since_the_mark_are_replayed_and_no_others():
-    """Without ranks: what a script that is interrupted and called again does to the parameters."""
+    """Without ranks: an interrupted script is called again, and repeats its steps."""
     steps, taken = Steps(lambda: (0, 0)), []
     place = Place(7, 1, (4, 3))
     steps.begin(place, keeps_parameters=True)
@@ -401,7 +401,7 @@ def test_steps_since_the_mark_are_replayed_and_no_others():
 def test_news_are_heard_by_all_ranks_with_the_next_step(monkeypatch: pytest.MonkeyPatch):
     hvd = pytest.importorskip("hororing.numpy")
     hvd.init()
-    monkeypatch.setattr(steps_module, "_SHARE_S", 0.0)  # in each step
+    monkeypatch.setattr(steps_module, "_SHARE_S", 0.0)  # share in every step
     updates = [(3, 1)]
     steps = Steps(lambda: updates[-1])
     steps.mark(keeps_parameters=True)
@@ -411,12 +411,12 @@ def test_news_are_heard_by_all_ranks_with_the_next_step(monkeypatch: pytest.Monk
         shared.append((steps.updates_shared, *steps.agreed()))
         updates.append((9, 2))
     assert shared == [(0, 0, 0), (1, 3, 1), (1, 9, 2)]
-    steps.mark(keeps_parameters=False)  # as `commit`
+    steps.mark(keeps_parameters=False)  # like `commit`
     steps.take(lambda: None)
     assert steps.updates_shared == 1
     steps.take(lambda: None)
     assert steps.updates_shared == 1
-    # Where the others have ended with this step, it is taken all the same.
+    # The step is taken even if the others have ended with it.
     steps.mark(keeps_parameters=True)
     monkeypatch.setattr(hvd, "allreduce_async", lambda *_, **__: fail(ShutDownError()))
     assert steps.take(lambda: "taken") == "taken"
@@ -438,7 +438,7 @@ def test_news_are_shared_ten_times_a_second(
         now[0] += step_s
         steps.take(lambda: None)
         steps.mark(keeps_parameters=True)
-        assert steps.updates_shared == (steps.place.step > 1)  # no mark has to ask rank 0
+        assert steps.updates_shared == (steps.place.step > 1)  # a mark does not ask rank 0
         steps.agreed()
     assert abs(len(started) - requests) <= 1
 

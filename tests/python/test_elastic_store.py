@@ -1,4 +1,4 @@
-"""The store of elastic jobs, with members of this process: what they hear, and when they are lost.
+"""The store of elastic jobs, with members in this process: their messages, and their losses.
 
 Push tier, 4 s.
 """
@@ -44,7 +44,7 @@ def member(store: ElasticStore, **how: Any) -> ElasticMember:
 
 
 def worlds(*members: ElasticMember, failed: bool = False) -> list[World]:
-    """All of them leave their generation, each in a thread; what each is told."""
+    """Let all members leave their generation, each in a thread; return their next worlds."""
     with ThreadPoolExecutor(len(members)) as pool:
         waits = [pool.submit(each.next_world, 3, 0, failed) for each in members]
         return [each.result(DEADLINE_S) for each in waits]
@@ -59,7 +59,7 @@ def wait_for(events: list[Event], kind: type[Event]) -> Any:
 
 
 def frame(one: ElasticMember) -> tuple[Any, ...]:
-    """The next frame of its second connection."""
+    """Return the next frame of its second connection."""
     one.beats.settimeout(DEADLINE_S)
     data = b""
     while len(data) < FRAME.size:
@@ -170,14 +170,14 @@ def test_too_few_for_too_long_ends_the_job():
 def test_an_interrupted_wait_can_be_repeated():
     with opened(np=2) as (store, _):
         first, second = member(store), member(store)
-        first._send(  # as `next_world`, whose answer nobody waits for
+        first._send(  # like `next_world`, without waiting for the answer
             {"do": "ready", "ask": 0, "generation": 0, "step": 0, "marks": 0, "failed": False}
         )
         assert worlds(second)[0].generation == 1
         with ThreadPoolExecutor(1) as pool:
             again = pool.submit(first.next_world, 5, 0, False)
             with pytest.raises(RendezvousError, match="has left"):
-                second.share("x")  # the first never got there
+                second.share("x")  # the first one did not come to it
             assert worlds(second, failed=True)[0] == again.result(DEADLINE_S)
 
 

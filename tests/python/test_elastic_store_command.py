@@ -1,6 +1,6 @@
-"""Elastic jobs whose processes hororun does not start: `python -m hororing store`.
+"""Elastic jobs whose processes are not started by hororun: `python -m hororing store`.
 
-The processes find what pods of an Indexed Job find, or what mpirun sets. Push tier, 8 s.
+The processes have the variables of an Indexed Job's pods, or those of mpirun. Push tier, 8 s.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SECRET = "of these tests, 32 characters ..."
 
 
 class Outside:
-    """A store, and the processes that a test starts; as a context manager it leaves none behind.
+    """A store, and the processes of a test. As a context manager it ends all of them.
 
     Parameters
     ----------
-    flags : of the store.
-    on : words in front of each command, such as to run it in a namespace; by the number of a host.
-    place : where the store listens, and processes find it.
+    flags : flags of the store.
+    on : returns a prefix for commands by host number, such as to run them in a namespace.
+    place : the address at which the store listens, and processes find it.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Outside:
             )  # fmt: skip
 
     def start(self, host: int = 0, launcher: list[str] | None = None, **variables: str) -> None:
-        """Start a process, or what starts some."""
+        """Start a process, or a launcher of processes."""
         words = [*(launcher or []), sys.executable, str(RANKS), str(self.stop_file)]
         told = {"HORORING_ELASTIC": "1", "HORORING_RENDEZVOUS": self.place, **variables}
         name = f"out.{len(self.processes)}"
         self.processes.append(self._popen(name, self._on(host), words, told))
 
     def pod(self, index: int, host: int = 0) -> None:
-        """Start what is in a pod."""
+        """Start the process of a pod."""
         self.start(host, JOB_COMPLETION_INDEX=str(index))
 
     def worlds(self) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ class Outside:
         return [each["pid"] for each in self.worlds()[-1]["members"]]
 
     def wait(self, size: int, after: int = 0) -> int:
-        """Until a later generation of so many makes steps; its number."""
+        """Wait until a later generation of `size` ranks makes steps; return its number."""
 
         def works() -> int:
             worlds = self.worlds()
@@ -121,7 +121,7 @@ class Outside:
         return number
 
     def end(self) -> None:
-        """All end well, with the bits to which the history leads."""
+        """Stop the job. All processes must succeed, with the bits of a replay."""
         self.stop_file.touch()
         for each in [*self.processes, self.store]:
             each.wait(PATIENCE_S)
@@ -225,7 +225,7 @@ def test_the_elastic_manifest_for_kubernetes_is_consistent():
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[str]:
-    """What runs a command on one of four pretended hosts: AGENT host1 COMMAND."""
+    """Yield an agent for four emulated hosts: AGENT host1 COMMAND."""
     command = tmp_path / "told"
     command.write_text(
         f'#!/bin/bash\necho "$PRTE_MCA_plm_ssh_agent" > {tmp_path}/agent\nexec sleep 600\n'

@@ -1,4 +1,4 @@
-"""Elastic training with your own loop in TensorFlow: eager, tf.function, and states. Full tier."""
+"""Elastic training with a custom TensorFlow loop: eager, tf.function, and states. Full tier."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from elastic_ranks import ElasticJob
 pytest.importorskip("tensorflow")
 pytestmark = [tiers.full, pytest.mark.timeout(300)]
 
-# Sums ones in a compiled step until the newcomer has taken part in 20 steps. An embedding's
-# gradient comes in slices, of which the graph divides the sum.
+# Sums ones in a compiled step until the newcomer has taken part in 20 steps. The gradient of an
+# embedding is IndexedSlices, and the graph divides the sum.
 SCRIPT = """
 import os, time
 import tensorflow as tf

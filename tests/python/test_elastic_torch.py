@@ -1,4 +1,4 @@
-"""Elastic training with torch: ranks are killed and come while it runs. 15 s of the push tier."""
+"""Elastic training with torch: ranks die and join while it runs. 15 s of the push tier."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic_ranks import ElasticJob
 
 pytest.importorskip("torch")
 
-# Trains until an epoch is over that began when the newcomer was there.
+# Trains until the end of an epoch that began with the newcomer.
 SCRIPT = """
 import os, sys, time
 from collections import Counter
@@ -83,7 +83,7 @@ print("end", done, state.steps, optimizer.param_groups[0]["lr"], sum(values), su
 
 
 def compressed(script: str, method: str) -> str:
-    """With layers that are large enough to be compressed."""
+    """Train with layers that are large enough for compression."""
     script = script.replace("8, 1)", "1200, 1)").replace("1, 8)", "1, 1200)")
     script = script.replace("groups=2", f"compression=hvd.Compression.{method}")
     return script.replace("BatchNorm1d(8)", "BatchNorm1d(1200)")
@@ -108,7 +108,7 @@ def test_training_goes_on_without_a_rank_and_with_a_new_one(rank: int, script: s
             job.start(script=script, HORORING_HOSTNAME=host)
         job.wait(lambda: all(job.started(each, 1) for each in range(3)))
         rest = job.kill(rank)
-        new = job.start(script=script, HORORING_HOSTNAME="two")  # which has the state
+        new = job.start(script=script, HORORING_HOSTNAME="two")  # a host that has the state
         ends = job.ends(*rest, new)
         assert ends[0].startswith("end done")
         assert len(set(ends)) == 1, ends

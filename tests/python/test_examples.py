@@ -1,4 +1,4 @@
-"""Examples of the size that people run: each learns what it should, and `--help` of all.
+"""Examples at full size: each one learns, and `--help` of all works.
 
 Push tier: 3 s in the session of torch, mostly to import scikit-learn. Full tier: 4 minutes.
 """
@@ -22,12 +22,12 @@ import tiers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = [path for path in sorted(EXAMPLES.glob("*.py")) if "main()" in path.read_text()]
-# Of these even the import takes long, and some are not installed everywhere.
+# Their imports take long, and some are optional.
 SLOW = re.compile(r"^(?:import|from) (accelerate|keras|lightning|tensorflow|transformers)\b", re.M)
 
 
 def check_help(script: Path) -> None:
-    """`--help` ends well, and explains every option."""
+    """Check that `--help` works and explains every option."""
     said = io.StringIO()
     with (
         mock.patch.object(sys, "argv", [str(script), "--help"]),
@@ -67,7 +67,7 @@ def test_help_of_those_that_import_more(script: Path) -> None:
 
 
 def run(name: str, size: int, *args: str) -> str:
-    """What rank 0 prints, in lines; the others print nothing."""
+    """Return rank 0's output in lines; the others must print nothing."""
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
     job = mpirun.run(EXAMPLES / name, size, *args, timeout_s=220, environment=quiet)
     assert job.returncode == 0, job.report()
@@ -102,7 +102,7 @@ def test_synthetic_benchmarks_print_images_per_second(framework: str, options: l
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
-    """Noise of three colours, by class, to train (96 images) and to validate (33)."""
+    """Write images of noise in a colour per class: 96 for training, 33 for validation."""
     image = pytest.importorskip("PIL.Image")
     random = np.random.default_rng(1)
     for part, count in (("train", 32), ("val", 11)):
@@ -148,6 +148,6 @@ def test_a_language_model_guesses_masked_bytes() -> None:
         "--layers", "2", "--lr", "0.003", "--warmup-steps", "20",
     )  # fmt: skip
     found = re.findall(r"^test loss ([\d.]+) after 300 steps on 2 ranks$", said, re.M)
-    # Who knows how often each byte occurs in the text, and no more, gets 3.14.
+    # A model that knows only the frequency of each byte gets 3.14.
     assert float(found[0]) < 2.6, said
     assert re.search(r"^--- seen\n[^-]*_", said, re.M), said

@@ -1,4 +1,4 @@
-"""Which network hosts talk over under mpirun. Push tier, 4 s: one job of three ranks."""
+"""The network between hosts under mpirun. Push tier, 4 s: one job of three ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from hororing import fabric
 from hororing.rendezvous import interfaces
 
-# Three lives of a job on two hosts: it is said of all ranks that they have a fast network, then of
-# rank 0 alone, which does not count where the user chooses.
+# Three engines, one after the other, on two hosts. First all ranks claim a fast network, then only
+# rank 0, which does not matter if the user chooses the transport.
 SCRIPT = """
 import os
 

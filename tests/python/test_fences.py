@@ -30,7 +30,7 @@ FOLDERS["tensorflow"] = {"capi"}
 FOLDERS["python"] = {"capi"}
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 TOOLKIT = {("toolkit", framework) for framework in FRAMEWORKS}
-# What the toolkit may import: what scripts use, and the API for extensions.
+# The toolkit may import the API of scripts, and the API for extensions.
 PUBLIC = {
     "hororing", "hororing.config", "hororing.errors", "hororing.extension", "hororing.numpy",
     "hororing.process_sets", "hororing.timeline",
@@ -40,13 +40,13 @@ PUBLIC_OF = {
     "keras": {"hororing.keras.extension"},
     "tensorflow": set(),
 }
-# Folders that know two adapters: what differs between the frameworks under Keras, and
+# Folders that may use two adapters: differences of the frameworks under Keras, and
 # hororing.keras as hororing.tensorflow.keras.
 BETWEEN = {("keras", "backends"), ("tensorflow", "keras")}
 
 
 def users(files: Iterable[Path], pattern: str) -> set[str]:
-    """Files whose code (not comments) matches."""
+    """Return the files whose code (not comments) matches."""
     found = set()
     for file in files:
         text = file.read_text()
@@ -77,7 +77,7 @@ def test_mpi_has_one_folder_that_nobody_else_includes():
 
 def test_no_header_of_nccl_or_cuda_and_their_names_in_one_folder():
     assert users(CORE, r"#include [<\"](nccl|cuda)") == set()
-    # What loads libraries: those two, the MPI of this machine, and TensorFlow's functions.
+    # These load libraries: CUDA and NCCL, the MPI of this machine, and TensorFlow.
     assert {str(Path(file).parent) for file in users(CORE, r"\bdlopen\(|\bdlsym\(")} == {
         "csrc/gpu",
         "csrc/tensorflow",
@@ -110,7 +110,7 @@ def test_the_core_does_not_sleep_to_wait():
 
 
 def test_the_engine_has_no_friends():
-    # What callers share with the loop is engine/shared.h, and safe to use from any thread.
+    # engine/shared.h is the state that callers share with the loop; any thread may use it.
     assert users(CORE, r"\bfriend\b") == set()
 
 
@@ -118,13 +118,13 @@ def test_threads_are_the_engines():
     assert users(CORE, r"std::(thread|async|jthread)\b|pthread_create") == {
         "csrc/engine/engine.cc",
         "csrc/engine/engine.h",
-        "csrc/membership/membership.h",  # who tells the store of an elastic job that this lives
-        "csrc/tensorflow/wait.cc",  # who calls TensorFlow back
+        "csrc/membership/membership.h",  # sends beats to the store of an elastic job
+        "csrc/tensorflow/wait.cc",  # calls TensorFlow back
     }
 
 
 def test_the_package_reads_the_environment_in_two_places():
-    # And there is a function of Horovod's that sets variables for its caller.
+    # A function of Horovod's API also sets variables for its caller.
     allowed = r"^hororing/(config/__init__\.py|launch\.py|as_horovod/horovod/common/util\.py)$"
     for file in users(PACKAGE, r"os\.environ|os\.getenv|os\.putenv"):
         assert re.match(allowed, file), file
@@ -137,13 +137,13 @@ def test_adapters_know_neither_each_other_nor_the_core():
         files = [f for f in files if f.relative_to(ROOT / "hororing").parts[:2] not in BETWEEN]
         others = "|".join({*FRAMEWORKS, "jax"} - {framework})
         assert users(files, rf"^\s*(from|import) hororing\.({others})\b") == set()
-        if framework == "tensorflow":  # Keras is its way to make layers
+        if framework == "tensorflow":  # its layers are Keras layers
             others = others.replace("keras", "torch")
         assert users(files, rf"^\s*(from|import) ({others})\b") == set()
 
 
 def imports(node: ast.AST) -> Iterable[str]:
-    """Names of ours that are imported, in functions too, but not for types alone."""
+    """Return imported names of hororing, even in functions, but not under TYPE_CHECKING."""
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         return
     if isinstance(node, ast.ImportFrom) and node.module:
@@ -177,7 +177,7 @@ def test_only_adapters_import_frameworks():
         and f.relative_to(ROOT / "hororing").parts[:2] not in TOOLKIT
     ]
     assert users(neutral, rf"^\s*(from|import) ({'|'.join(FRAMEWORKS)})\b") == set()
-    # On demand, where torch's launcher has started the ranks (ADR 47).
+    # On demand, if torch's launcher has started the ranks (ADR 47).
     loads = rf"import_module\([\"']({'|'.join(FRAMEWORKS)})\b"
     assert users(neutral, loads) == {"hororing/rendezvous/torch_store.py"}
 
@@ -233,7 +233,7 @@ def test_the_toolkit_uses_public_names(part: str):
 
 
 def test_feature_conditionals_are_in_factories():
-    processor = r"^#if defined\(__(x86_64|aarch64)__\)$"  # how to tell it to pause, say
+    processor = r"^#if defined\(__(x86_64|aarch64)__\)$"  # for the pause instruction, for example
     for file in CORE:
         if file.name in {"factory.cc", "hororing.h"} or file.parent.name == "base":
             continue  # base chooses kernels, the C header serves two languages

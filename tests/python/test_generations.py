@@ -1,4 +1,4 @@
-"""Generations: every history of a small job, without IO. Push tier, 3 s."""
+"""Generations: random histories of a small job, without IO. Push tier, 3 s."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hororing.rendezvous.generations import (
 
 
 def came(job: Generations, *uids: str, host: str = "a") -> list[Event]:
-    """Each joins and is ready."""
+    """Let each member join and report ready; return the events."""
     events: list[Event] = []
     for uid in uids:
         events += job.join(uid, host, 1)
@@ -34,7 +34,7 @@ def came(job: Generations, *uids: str, host: str = "a") -> list[Event]:
 
 
 def uids(events: list[Event]) -> list[str]:
-    """The members of the one world that has formed."""
+    """Return the members of the only world that has formed."""
     (world,) = [event for event in events if isinstance(event, World)]
     return [each.uid for each in world.members]
 
@@ -177,13 +177,13 @@ def test_numbers_of_processes_ascend(wrong: tuple[int, int, int]):
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """Up to 6 processes on 2 hosts, in any order of events that members and time can cause."""
+    """Up to 6 processes on 2 hosts, with any order of events that members and time can cause."""
 
     def __init__(self) -> None:
         super().__init__()
         self.job = Generations(3, 2, 4)
         self.count = 0
-        self.inside: dict[str, int] = {}  # who has been told of which generation, and not left it
+        self.inside: dict[str, int] = {}  # the generation that each member has entered and not left
         self.waiting: set[str] = set()
         self.silent: set[str] = set()  # joined, not ready
         self.worlds: list[World] = []
@@ -253,7 +253,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_in_vain(self) -> None:
-        """Whoever waits can go on, or waits for a member that works, or there is a time limit."""
+        """A waiting member can go on, waits for a working member, or has a time limit."""
         if self.waiting and not self.job.ended and not self.inside:
             enough = len(self.waiting) >= 2 and (self.worlds or len(self.waiting) >= 3)
             assert not enough or (not self.worlds and self.silent)

@@ -1,4 +1,4 @@
-"""What csrc/gpu declares of CUDA and NCCL, against headers and libraries where they are."""
+"""The declarations of CUDA and NCCL in csrc/gpu, against installed headers and libraries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder_of(header: str, *candidates: Path) -> Path:
 
 
 def installed(pattern: str) -> list[Path]:
-    """What NVIDIA's packages for Python, or triton's, have of CUDA."""
+    """Return the parts of CUDA in NVIDIA's Python packages, or in triton's."""
     return [path for folder in sys.path for path in sorted(Path(folder).glob(pattern))]
 
 

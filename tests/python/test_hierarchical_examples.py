@@ -1,4 +1,4 @@
-"""The examples of hierarchical SGD, a few steps."""
+"""A few steps of the examples of hierarchical SGD."""
 
 from __future__ import annotations
 

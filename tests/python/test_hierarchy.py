@@ -1,4 +1,4 @@
-"""The clock and the levels of hierarchical SGD, and its outer optimizers: pure arithmetic."""
+"""Clock, levels and outer optimizers of hierarchical SGD: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOSTS = ["a", "b", "a", "c", "b", "a"]  # three, two and one rank, in no order
 
 
 def log(hierarchy: Hierarchy, steps: int) -> list[tuple[int, int]]:
-    """(step, period) of every average."""
+    """Return (step, period) of every average."""
     levels = [(step, hierarchy.level_after(step)) for step in range(1, steps + 1)]
     return [(step, hierarchy.levels[at].period) for step, at in levels if at is not None]
 
@@ -32,7 +32,7 @@ def test_levels_fire_when_their_period_of_local_steps_is_over():
 
 @st.composite
 def hierarchies(draw):
-    """Periods and contiguous groups that nest, for any number of ranks."""
+    """Draw periods and nested contiguous groups, for any number of ranks."""
     factors = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     periods = np.cumprod([draw(st.integers(1, 4)), *[draw(st.integers(2, 3)) for _ in factors[1:]]])
     groups = np.cumprod(factors)

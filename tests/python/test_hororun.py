@@ -1,4 +1,4 @@
-"""hororun: ranks that are tiny programs, on this host and by agents. Push tier, 12 s."""
+"""hororun with small programs as ranks, on this host and through agents. Push tier, 12 s."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_output_that_nobody_reads_ends_nothing():
 # One host
 
 
-# What a rank runs to see whether any process shows the secret that it has: the launcher, agents,
-# the guard, other ranks.
+# A rank runs this to check that no process shows the job's secret: the launcher, agents, the guard,
+# other ranks.
 LOOK_FOR_THE_SECRET = """
 import glob, os
 secret = os.pread(int(os.environ["HORORING_SECRET_FD"]), 99, 0)
@@ -155,7 +155,7 @@ def test_ranks_know_their_places_and_the_secret_is_a_descriptor():
         assert (env["A"], env["HORORING_CYCLE_TIME_MS"], env["HORORING_REPRODUCIBLE"]) == (
             "b", "2", "0",
         )  # fmt: skip
-        assert "HORORING_SECRET_KEY" not in env  # that of an outer job
+        assert "HORORING_SECRET_KEY" not in env  # the secret of an outer job
         assert each["stdin"] is False
     assert told[0]["env"]["HORORING_JOB"] == told[1]["env"]["HORORING_JOB"]
 
@@ -287,10 +287,10 @@ def test_ctrl_c_ends_the_ranks_and_twice_ends_them_at_once(
     pids = numbers("".join(line(process) for _ in range(2)))
     end = time.monotonic() + DEADLINE_S
     while process.poll() is None and time.monotonic() < end:
-        process.send_signal(signal.SIGINT)  # two that come at once count as one
+        process.send_signal(signal.SIGINT)  # two simultaneous signals count as one
         time.sleep(0.1)
     process.communicate(timeout=DEADLINE_S)
-    assert process.returncode in (130, -signal.SIGINT)  # it may be hit once more when it has ended
+    assert process.returncode in (130, -signal.SIGINT)  # a signal may arrive at its end
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
@@ -429,8 +429,8 @@ def test_hosts_with_networks_of_their_own(tmp_path: Path):
         "print(m.share(os.uname().nodename + ' ' + m.local_address, 20)); m.done()\n"
     )
     hosts = tmp_path / "hororun"
-    # hosts.sh starts it as it starts mpirun: --hostfile FILE -np N. The first address of the host
-    # is one that others do not reach, as those of virtual machines and containers.
+    # hosts.sh starts it like mpirun: --hostfile FILE -np N. The host's first address is unreachable
+    # for others, like those of virtual machines and containers.
     hosts.write_text(
         "#!/bin/bash\nip addr flush dev eth0; ip addr add 172.31.0.1/24 dev eth0\n"
         f"ip addr add 10.77.0.1/24 dev eth0; exec {sys.executable} -m hororing.hororun --rsh-agent "

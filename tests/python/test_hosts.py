@@ -1,4 +1,4 @@
-"""Jobs across several hosts, which hosts.sh pretends: the collectives against the oracle."""
+"""Jobs across several emulated hosts (hosts.sh): the collectives against the oracle."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from hororing.arguments import Average, Max, Min, Product, Sum
 
 Array = oracle.Array
 
-# Ranks of each host; "by node": rank 0 on the first, 1 on the second, and so on. The third one goes
-# by the flat algorithms, and so does the last, whose wires are so slow that messages are short.
+# Ranks per host; "by node": rank 0 on the first host, 1 on the second, and so on. The third layout
+# uses the flat algorithms, and so does the last, whose links are so slow that messages are short.
 LAYOUTS = ["2,2", "1,2", "2,2 by node", "2,1 by node", "1,1,1 at 500mbit"]
 RANKS = Path(__file__).with_name("ending_ranks.py")
-# Other jobs across hosts Open MPI ends itself, when a connection breaks.
+# Without it, Open MPI ends jobs across hosts when a connection breaks.
 ULFM = ["--with-ft", "ulfm"]
 TRANSPORTS = ["mpi", "tcp"]
 OPS = [Average, Sum, Min, Max, Product]
 
 
 def arrays(dtype: str, shape: tuple[int, ...], *key: int) -> list[Array]:
-    """What all ranks pass."""
+    """Return the inputs of all ranks."""
     return [
         oracle.values(np.random.default_rng([mpirun.seed(), rank, *key]), dtype, shape)
         for rank in range(hvd.size())
@@ -140,7 +140,7 @@ def case_reducescatter_of_every_type() -> None:
     rank, size = hvd.rank(), hvd.size()
     for number, dtype in enumerate(oracle.DTYPES):
         for op in (op for op in applicable(dtype) if op in (Average, Sum)):
-            rows = 3 * size + number % size  # the first ranks get one row more
+            rows = 3 * size + number % size  # the first ranks have one row more
             passed = arrays(dtype, (rows, 41), number, op, 9)
             first, last = oracle.share(rows, size, rank)
             result = hvd.reducescatter(passed[rank], op=op, name=f"{dtype} {op}")
@@ -237,7 +237,7 @@ def test_a_rank_that_dies_is_noticed_on_its_host_and_on_the_others(victim: int, 
         hosts="2,2",
         HORORING_TRANSPORT=by,
     ) as job:
-        # TCP knows a rank by its connection.
+        # TCP knows only the connection of a rank.
         process = f" (pid {job.said(victim, 'pid')})" if by == "mpi" else ""
         died = f"allreduce 'large' (REDUCE): rank {victim}{process} died"
         for rank in set(range(4)) - {victim}:
@@ -249,7 +249,7 @@ def test_a_rank_that_dies_is_noticed_on_its_host_and_on_the_others(victim: int, 
         job.end()
 
 
-# Of how many ranks each host has; what is cut off is the first or the second host.
+# The first or the second host is cut off.
 CUTS = [
     (by, cut, doing, time_)
     for by in TRANSPORTS

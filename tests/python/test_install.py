@@ -1,6 +1,6 @@
-"""The wheel, in environments that have neither a compiler nor an MPI, and with either MPI.
+"""The wheel, in environments without a compiler and without MPI, and with either MPI.
 
-Full tier, 2 to 4 minutes on two cores: compiles the core and three layers, and pip fetches MPIs.
+Full tier, 2 to 4 minutes on two cores, to compile the core and three layers, and to fetch MPIs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = [tiers.full, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 
-# Linear regression: each rank has another half of the data.
+# Linear regression; each rank has half of the data.
 TRAINING = """
 import sys
 import hororing.numpy as hvd
@@ -60,7 +60,7 @@ def command(*words: str | Path, **environ: str) -> str:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make wheel` makes of a copy of the sources."""
+    """Return the output of `make wheel` for a copy of the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     sources = folder / "sources"
     for name in command("git", "-C", ROOT, "ls-files", "-co", "--exclude-standard").splitlines():
@@ -108,12 +108,12 @@ def test_the_sdist_holds_what_makes_the_wheel(dist: Path):
 
 
 def environment(folder: Path, python: str, *requirements: str | Path) -> dict[str, str]:
-    """Variables for an environment with these, whose PATH leads to nothing else."""
+    """Return the variables of an environment with these packages, and nothing else on PATH."""
     command(python, "-m", "venv", folder)
     command(folder / "bin/python", "-m", "pip", "install", "--quiet", *requirements)
     tools = folder / "tools"
     tools.mkdir()
-    for name in ("sh", "env", "dirname", "uname", "hostname"):  # of scripts, such as mpirun
+    for name in ("sh", "env", "dirname", "uname", "hostname"):  # scripts such as mpirun need them
         (tools / name).symlink_to(str(shutil.which(name)))
     path = f"{folder / 'bin'}{os.pathsep}{tools}"
     for compiler in ("cc", "gcc", "c++", "g++", "clang"):
@@ -176,5 +176,5 @@ def test_the_standard_abi_of_mpi_5_serves_too(wheel: Path, tmp_path: Path):
         **variables,
         HORORING_TRANSPORT="mpi",
     )
-    # Hydra may print the lines of two ranks as one, and an empty one after it.
+    # Hydra may join the lines of two ranks, and print an empty line after them.
     assert sorted(re.findall(r"rank .*?]", trained)) == TRAINED

@@ -1,4 +1,4 @@
-"""Ctrl-C at every line of a wait: who waits again gets what there is, once, and nobody hangs."""
+"""Ctrl-C at every line of a wait: another wait gets the result, once, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hororing.torch import gradient, passes, reducer
 
 
 def interrupted(call: Callable[[], object], at: int, *functions: Any) -> bool:
-    """Call, with a KeyboardInterrupt before the line `at` of those that `functions` carry out.
+    """Call with a KeyboardInterrupt before the `at`-th line that `functions` execute.
 
-    Whether there are so many.
+    Returns whether they execute that many lines.
     """
     codes = {function.__code__ for function in functions}
     left = at
@@ -42,7 +42,7 @@ def interrupted(call: Callable[[], object], at: int, *functions: Any) -> bool:
 
 
 def lost_waits(start: Callable[..., int], prefix: str) -> int:
-    """How many lines there are of a wait before which an interrupt loses its result."""
+    """Return the number of lines of a wait at which an interrupt loses the result."""
     lost = 0
     for at in range(1, 20):
         handle = start(torch.full((3,), 1.0), op=hvd.Sum, name=f"{prefix}.{at}")
@@ -53,7 +53,7 @@ def lost_waits(start: Callable[..., int], prefix: str) -> int:
             try:
                 assert hvd.poll(handle) in (False, True)
                 assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
-            except ValueError:  # it was on its way to the caller
+            except ValueError:  # wait was about to return it
                 lost += 1
             with pytest.raises(ValueError, match="no handle"):
                 hvd.synchronize(handle)
@@ -76,7 +76,7 @@ def check_optimizer(prefix: str, **options: Any) -> None:
     lines = 0
     for at in range(1, 200):
         optimizer.zero_grad()
-        # The last one has no gradient before it is made one.
+        # The last parameter has no gradient; the reducer makes one of zeros.
         loss = sum((p * (at + hvd.rank())).sum() for p in parameters[:4])
         assert isinstance(loss, torch.Tensor)
         again = hvd.rank() == 0 and interrupted(
@@ -85,7 +85,7 @@ def check_optimizer(prefix: str, **options: Any) -> None:
             reducer.Reducer.send_remaining, reducer.Reducer.finish, reducer.Reducer._wait_for,
             gradient.Gradient.finish, prepared.finish_many, collectives.block_until_complete,
         )  # fmt: skip
-        torch.set_grad_enabled(True)  # the line may have been the end of no_grad()
+        torch.set_grad_enabled(True)  # the interrupted line may have been the end of no_grad()
         if hvd.rank() > 0:
             loss.backward()
         elif again:

@@ -1,7 +1,7 @@
-"""How jobs end: killed, stopped, interrupted, by an exception, early, quietly.
+"""How jobs end: killed, stopped, interrupted, by an exception, early, silently.
 
-Whatever happens, no process and no file in shared memory is left, and those ranks that go on are
-told why they cannot.
+In all cases no process and no file in shared memory is left, and the other ranks get an error with
+the reason.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from live_job import SHM, LiveJob, poll
 
 RANKS = Path(__file__).with_name("ending_ranks.py")
 
-# mpirun lets the survivors of a rank that has died go on, so that they can say what they saw
-# also on a machine that is too busy to let them do it before mpirun ends the job.
+# mpirun does not end the survivors of a dead rank, so that they can report even on a busy machine.
 PATIENT = ["--runtime-options", "recoverable"]
 TRANSPORTS = ["auto", "mpi", "tcp"]
 
@@ -68,7 +67,7 @@ def test_a_rank_killed_in_a_large_allreduce_is_named_to_the_others(size: int):
         check_end(job)
 
 
-# Survivors are not ended by mpirun, and hear of a death from MPI.
+# mpirun does not end survivors, and MPI tells them of a death.
 ULFM = ["--with-ft", "ulfm", "--mca", "coll", "^han"]
 
 
@@ -80,11 +79,11 @@ ULFM = ["--with-ft", "ulfm", "--mca", "coll", "^han"]
 )
 def test_who_ends_because_of_a_death_is_not_taken_for_the_dead(transport: str, options: list[str]):
     environ = {"HORORING_TRANSPORT": transport}
-    if options is ULFM:  # otherwise the end of a connection ends Open MPI
+    if options is ULFM:  # otherwise a lost connection ends Open MPI
         environ["OMPI_MCA_btl"] = "self,tcp"
     with LiveJob(RANKS, 3, "die_one_after_the_other", options=options, **environ) as job:
         job.wait_until_all_say("ready")
-        os.kill(job.pid(1), signal.SIGSTOP)  # it finds two dead ranks when it goes on
+        os.kill(job.pid(1), signal.SIGSTOP)  # when it resumes, it finds two dead ranks
         os.kill(job.pid(2), signal.SIGKILL)
         assert failure(job, 0)["rank"] == 2
         assert poll(lambda: not Path(f"/proc/{job.pid(0)}").exists())
@@ -127,7 +126,7 @@ def test_a_death_that_nobody_waited_for_is_told_by_the_next_verb(tmp_path: Path)
 @pytest.mark.parametrize("kills", tiers.choose([4, 20], push=[4]))
 def test_whoever_is_killed_whenever_leaves_nothing(kills: int):
     seed = random.randrange(1 << 32)
-    print("seed", seed)  # seen where it fails
+    print("seed", seed)  # shown in a failure
     choice = random.Random(seed)
     for _ in range(kills):
         size = choice.randint(2, 4)
@@ -135,14 +134,14 @@ def test_whoever_is_killed_whenever_leaves_nothing(kills: int):
         with LiveJob(RANKS, size, "work") as job:
             job.wait_until_all_say("working")
             pids = [job.pid(rank) for rank in victims]
-            time.sleep(choice.random() * 0.02)  # into the middle of something
+            time.sleep(choice.random() * 0.02)  # so that the kill comes at a random point
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
             check_end(job)
 
 
 # ---------------------------------------------------------------------------------------------
-# JobSettings to end
+# Signals
 
 
 DOING = [(4, "work"), (2, "wait_in_vain"), (2, "compute"), (2, "compute_alone")]
@@ -179,7 +178,7 @@ def test_ranks_end_by_themselves_when_mpirun_is_killed(doing: str):
         job.wait_until_all_say("working")
         os.kill(job.launcher.pid, signal.SIGKILL)
         job.end()
-        # What mpirun itself would have removed is not ours.
+        # A killed mpirun does not remove its own files.
         assert job.files_left(of_mpi=False) == set()
 
 
@@ -194,11 +193,11 @@ def test_a_script_that_does_not_shut_down_ends_quietly(size: int, how: str):
         assert check_end(job, failed=False) == 0
         printed = [job.printed(rank) for rank in range(size)]
         assert [*printed, (job.out / "launcher.out").read_text()] == [""] * (size + 1)
-        # What files_left counts: not what other jobs leave behind.
+        # files_left does not count the files of other jobs.
         left = [SHM / f"hororing.{pid}.left" for pid in ("1", (job.out / "0.pid").read_text())]
         with contextlib.ExitStack() as files:
             for path in left:
-                # Or the next job on this machine removes it.
+                # Without a lock, the next job on this machine would remove it.
                 fcntl.flock(files.enter_context(path.open("w")), fcntl.LOCK_EX)
                 files.callback(path.unlink)
             assert job.files_left(timeout_s=0) == {left[1].name}
@@ -210,7 +209,7 @@ def test_the_exit_code_of_one_rank_is_in_the_text_and_that_of_mpirun():
         assert seen["kind"] == "ShutDownError"
         assert "rank 1 has shut down (the script has ended by sys.exit(3))" in seen["text"]
         check_end(job)
-    # The last one: whatever the others do, the job ends.
+    # In the last case the others compute, and the job ends all the same.
     for size, how in ((1, "exit()"), (2, "sys.exit()"), (2, "sys.exit() while others compute")):
         with LiveJob(RANKS, size, "exit_3", how) as job:
             assert check_end(job) == 3
@@ -279,7 +278,7 @@ def test_a_stopped_rank_is_named_at_the_time_limit(transport: str):
     }
     with LiveJob(RANKS, 3, "stop_in_a_large_allreduce", **environ) as job:
         for rank in range(2):
-            # Whoever is the first to notice; over MPI rank 0 waits for rank 1, in a ring.
+            # Either rank may notice it first; over MPI, rank 0 waits for rank 1, in a ring.
             seen = failure(job, rank)
             assert seen["kind"] == "TransportError", seen
             assert "allreduce 'large' (REDUCE): no progress from rank(s) 2 for" in seen["text"]
@@ -297,7 +296,7 @@ def test_a_stopped_rank_is_named_at_the_time_limit(transport: str):
     ),
 )
 def test_all_others_end_when_rank_0_is_stopped_in_a_loop_of_steps(transport: str, time_: int):
-    """Wherever that meets it: in a batch, or while it negotiates."""
+    """At any point: in a batch, or while it negotiates."""
     limit = 3
     environ = {"HORORING_TIMEOUT_S": str(limit), "HORORING_TRANSPORT": transport}
     with LiveJob(RANKS, 3, "reduce_until_it_fails", options=PATIENT, **environ) as job:
@@ -381,7 +380,7 @@ def test_a_rank_stopped_before_it_submits_is_a_stall(transport: str):
         assert "'x'" in seen["text"]
         assert "rank 1" in seen["text"] or "ranks 1" in seen["text"]
         assert 1 < seen["seconds"] < 30
-        assert float(job.said(0, "shut")) < 3  # nobody waits for the rank that is stopped
+        assert float(job.said(0, "shut")) < 3  # no rank waits for the stopped one
         check_end(job)
 
 
@@ -418,11 +417,11 @@ def test_a_rank_that_dies_while_others_are_in_mpi_init_is_named_to_them():
     with LiveJob(RANKS, 3, "wait_for_one_in_mpi_init", options=ULFM) as job:
         victim = job.pid(2)
         job.wait_until_all_say("pid")
-        time.sleep(3)  # into MPI_Init, and a look or two at the others
+        time.sleep(3)  # until ranks are in MPI_Init, and have checked the others
         os.kill(victim, signal.SIGKILL)
         for rank in range(2):
             seen = failure(job, rank)
-            # One of the two may end because of it before the other has looked.
+            # One of the two may end because of it before the other has noticed.
             assert seen["kind"] == "PeerLostError", seen
             assert seen["text"].startswith("init: ")
             assert f"rank 2 (pid {victim}) ended" in seen["text"]
@@ -433,7 +432,7 @@ def test_a_rank_that_dies_while_others_are_in_mpi_init_is_named_to_them():
 def test_an_interrupt_ends_init_and_leaves_no_engine():
     with LiveJob(RANKS, 2, "wait_for_one_in_mpi_init") as job:
         job.wait_until_all_say("pid")
-        time.sleep(1)  # into MPI_Init, or somewhere before
+        time.sleep(1)  # until the ranks are in MPI_Init, or just before it
         os.kill(job.pid(0), signal.SIGINT)
         _, initialized, state = job.said(0, "interrupted").split()
         assert (initialized, state) == ("False", "0")

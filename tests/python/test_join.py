@@ -37,21 +37,21 @@ def ranks() -> list[int]:
 
 
 def some_joined() -> Iterator[list[int]]:
-    """Every choice of ranks that join early, but for none and all."""
+    """Yield every set of ranks that join early, except none and all."""
     for count in range(1, hvd.size()):
         for joined in itertools.combinations(ranks(), count):
             yield list(joined)
 
 
 def uneven(joined: list[int], work: Callable[[list[int]], None]) -> int:
-    """The joined ranks have no data; the others work, and join after that."""
+    """Call join on the ranks `joined`; the others work first, and then join."""
     if hvd.rank() not in joined:
         work([rank for rank in ranks() if rank not in joined])
     return hvd.join()
 
 
 def listed(members: list[int]) -> str:
-    """Ranks as error texts show them."""
+    """Return ranks as error texts show them."""
     if len(members) == 1:
         return f"rank {members[0]} has"
     run = members[-1] - members[0] == len(members) - 1 and len(members) > 2
@@ -67,7 +67,7 @@ def case_a_join_of_all_is_over_at_once_as_often_as_wanted() -> None:
     for _ in range(3):
         assert hvd.join() in ranks()
     assert hvd.join(-1) in ranks()
-    assert hvd.join(0) in ranks()  # also without a GPU
+    assert hvd.join(0) in ranks()  # works without a GPU
     if hvd.size() == 1:
         assert hvd.join() == 0
 
@@ -76,7 +76,7 @@ def case_the_last_one_is_returned_everywhere() -> None:
     one = np.ones(1, np.int32)
     for order in itertools.permutations(ranks()):
         before = order.index(hvd.rank())
-        # What ones add up to tells how many have not joined.
+        # The sum of ones is the number of ranks that have not joined.
         while before and hvd.allreduce(one, op=hvd.Sum)[0] > hvd.size() - before:
             pass
         assert hvd.join() == order[-1]
@@ -118,7 +118,7 @@ def case_an_average_divides_by_all_ranks() -> None:
 
 
 def case_tensors_of_before_and_of_now() -> None:
-    """Known to all ranks, to those that go on, or new; alone, in groups, many at once."""
+    """Tensors known to all ranks, known to the active ones, or new; alone and in groups."""
     before = [np.full(5, hvd.rank() + 1.0) for _ in range(4)]
     for index, tensor in enumerate(before):
         hvd.allreduce(tensor, name=f"known{index}", op=hvd.Sum)
@@ -142,7 +142,7 @@ def case_tensors_of_before_and_of_now() -> None:
                         assert (result == wanted).all()
 
         uneven(joined, work)
-        for index, tensor in enumerate(before):  # all ranks again
+        for index, tensor in enumerate(before):  # by all ranks again
             result = hvd.allreduce(tensor, name=f"known{index}", op=hvd.Sum)
             assert (result == sum(range(hvd.size() + 1))).all()
 
@@ -225,7 +225,7 @@ def case_what_a_rank_had_in_flight_counts() -> None:
             handle = hvd.allreduce_async(np.full(3, 10.0), name="late", op=hvd.Sum)
 
         def work(active: list[int], joined: list[int] = joined) -> None:
-            # Not over before this rank comes: it is with the joined ranks' values or without.
+            # It cannot complete before this rank submits it, and includes the joined ranks' values.
             total = hvd.allreduce(np.ones(3), name="late", op=hvd.Sum)
             assert (total == len(active) + 10 * len(joined)).all()
             assert (hvd.allreduce(np.ones(3), name="late", op=hvd.Sum) == len(active)).all()
@@ -265,7 +265,7 @@ def case_joined_members_of_process_sets() -> None:
                 mean = hvd.allreduce(x, process_set=each, name="mean")
                 np.testing.assert_allclose(mean, total / len(each.ranks), rtol=1e-15)
                 hvd.barrier(each)
-                if present == each.ranks:  # nobody here has joined
+                if present == each.ranks:  # no member has joined
                     assert len(hvd.allgather(x, process_set=each)) == 2 * len(present)
                     continue
                 gone = [rank for rank in each.ranks if rank in joined]
@@ -289,7 +289,7 @@ def case_sets_do_not_change_while_someone_has_joined() -> None:
 
 
 def case_other_threads_hear_that_their_rank_has_joined() -> None:
-    """Or what they call would be mistaken for the part that the rank takes in others' calls."""
+    """Otherwise their calls would be taken for the rank's part in the calls of others."""
     rank, size = hvd.rank(), hvd.size()
     if size == 1:
         return
@@ -354,7 +354,7 @@ def wait_long() -> None:
     hvd.init()
     if hvd.rank() == 0:
         assert hvd.allreduce(np.ones(1), name="late", op=hvd.Sum)[0] == 2
-        time.sleep(1)  # in which no warning may come
+        time.sleep(1)  # no warning may come meanwhile
     if hvd.rank() == 2:
         time.sleep(1)  # busy
         hvd.allreduce(np.ones(1), name="late", op=hvd.Sum)
@@ -377,7 +377,7 @@ def test_the_death_of_a_joined_rank_is_told_to_the_others(victim):
 
 
 def join_and_die(victim: str) -> None:
-    """The victim joins; the others reduce until they hear of its death."""
+    """The victim joins; the others reduce until they notice its death."""
     ending_ranks.begin()
     if hvd.rank() == int(victim):
         hvd.join()

@@ -1,6 +1,6 @@
-"""Grouped batch normalisation for Keras on torch and TensorFlow, against NumPy in float64.
+"""Grouped batch normalization for Keras on torch and TensorFlow, against NumPy in float64.
 
-hororing.tensorflow's layer has tests of its own; here both have the same ones.
+hororing.tensorflow's layer also has its own tests; these are the same for both backends.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def batches(offset: float = 0.0, *key: int) -> list[np.ndarray]:
 def oracle(
     parts: Sequence[np.ndarray], mine: int, gamma: np.ndarray, masks: Sequence[np.ndarray] | None
 ) -> dict[str, np.ndarray]:
-    """What batch normalisation of the joined batches does, and sum(cos(3 x) y) differentiated."""
+    """Return batch normalization of the joined batches, and the gradients of sum(cos(3 x) y)."""
     x = np.concatenate(parts).astype(np.float64)
     m = np.ones(x.shape) if masks is None else np.concatenate(masks)[..., None] * np.ones(x.shape)
     dy = np.cos(3 * x)
@@ -67,14 +67,14 @@ def oracle(
     return {
         "y": gamma * r * (x - mean)[rows],
         "dx": dx[rows],
-        "dgamma": (dy * (x - mean) * r)[rows].sum((0, 1)),  # of this rank alone
+        "dgamma": (dy * (x - mean) * r)[rows].sum((0, 1)),  # this rank's part
         "mean": (1 - MOMENTUM) * mean,
         "variance": MOMENTUM + (1 - MOMENTUM) * variance,
     }
 
 
 def step(call: Any, layer: Any, x: np.ndarray, mask: np.ndarray | None) -> dict[str, np.ndarray]:
-    """One training step of the layer in whichever framework."""
+    """Make a training step of the layer in the backend's framework."""
     options = {} if mask is None else {"mask": ops.convert_to_tensor(mask)}
     if BACKEND == "torch":
         input = ops.convert_to_tensor(x).requires_grad_()
@@ -114,7 +114,7 @@ def agree(layer: Any, members: Sequence[int], offset: float = 0.0, masked: bool 
     np.testing.assert_allclose(got["variance"], wanted["variance"], 1e-5)
     np.testing.assert_allclose(got["mean"], wanted["mean"], 1e-6, 1e-6)
     if offset:
-        return  # the float32 next to 1000 is 6e-5 away, and so outputs are
+        return  # float32 near 1000 has steps of 6e-5, which also bound the outputs
     masked_too = 3e-6 if masked else 1e-6
     np.testing.assert_allclose(
         got["dx"], wanted["dx"], 0, masked_too * max(1, abs(wanted["dx"]).max())
@@ -156,7 +156,7 @@ def case_ranks_without_values() -> None:
 
 
 def case_recomputation() -> None:
-    """The same gradients, and requests on all ranks alike."""
+    """Recomputation gives the same gradients, and all ranks make the same requests."""
     if hvd.size() > 2:
         return  # nothing here depends on the size
     part = batches(0, 2)[hvd.rank()]
@@ -242,7 +242,7 @@ def case_moving_statistics_become_one() -> None:
 
 
 def case_fit_equals_the_layer_alone() -> None:
-    """Through Keras' own train step, traced where it is."""
+    """Through Keras' own train step, which some backends trace."""
     if hvd.size() > 2:
         return  # nothing here depends on the size
     model = network(group_size=hvd.size())

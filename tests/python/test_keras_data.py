@@ -1,6 +1,6 @@
 """Exact evaluation and sharded arrays of toolkit.keras.data, and tf.data's, in one process.
 
-What travels between ranks is tested in test_data.py.
+test_data.py tests the communication between ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_evaluation_equals_one_process() -> None:
         "accuracy": keras.metrics.sparse_categorical_accuracy,
         "loss": keras.losses.sparse_categorical_crossentropy,
     }
-    # Three ranks, one after the other: N is not divisible, nor is what each gets.
+    # Three ranks, one after the other. Neither N nor the ranks' parts are divisible.
     parts = [evaluate(model, masked_arrays((x, y), 16, rank, 3), metrics) for rank in range(3)]
     outputs = np.asarray(model(x))
     hits = int((outputs.argmax(-1) == y).sum())
@@ -75,7 +75,7 @@ def test_fit_sees_a_new_order_every_epoch() -> None:
     model.fit(data, epochs=3, callbacks=[Ends(), data.callback()], **options)
     orders = [permutation(N, seed=4, epoch=epoch)[1 : N // 2 * 2 : 2] for epoch in range(3)]
     assert seen == [*(order.tolist() for order in orders), []]
-    # Again from the middle of epoch 1.
+    # Resume in the middle of epoch 1.
     shard.set_epoch(1)
     shard.record_batch(0, 32)
     seen[:] = [[]]

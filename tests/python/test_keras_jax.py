@@ -1,5 +1,5 @@
-"""hororing.keras on JAX: the cases of keras_cases.py, and those of this backend alone."""
-# ruff: noqa: F405  # cases use what keras_cases.py has
+"""hororing.keras on JAX: the cases of keras_cases.py, and those only for this backend."""
+# ruff: noqa: F405  # cases use names of keras_cases.py
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tiers
 if __name__ == "cases":  # on the ranks
     os.environ["KERAS_BACKEND"] = "jax"
     os.environ["JAX_ENABLE_X64"] = "1"
-    sys.modules["tensorflow"] = None  # Keras imports it where it is, which takes long
+    sys.modules["tensorflow"] = None  # if it is installed, Keras imports it, which is slow
     from keras_cases import *  # noqa: F403
     from keras_hierarchical_cases import *  # noqa: F403
 
@@ -29,7 +29,7 @@ def test_keras_on_jax(case: str):
     mpirun.cases_of(__file__, 2).check(case)
 
 
-# -- this backend alone ----------------------------------------------------------------------------
+# -- only this backend -----------------------------------------------------------------------------
 
 
 def case_eager_steps():

@@ -16,7 +16,7 @@ import tiers
 
 if __name__ == "cases":  # on the ranks
     if os.environ.setdefault("KERAS_BACKEND", "torch") == "torch":
-        sys.modules["tensorflow"] = None  # Keras imports it where it is, which takes long
+        sys.modules["tensorflow"] = None  # if it is installed, Keras imports it, which is slow
     import keras
     from keras import ops
 
@@ -40,11 +40,11 @@ if __name__ == "cases":  # on the ranks
     COUNT = 40 if BACKEND == "torch" else 15
 
 SEED = 5
-FLOAT64 = ("tensorflow", "torch")  # JAX has none by default
+FLOAT64 = ("tensorflow", "torch")  # JAX has no float64 by default
 
 
 def follow(make, options, dtype, count=oracle.STEPS):
-    """The oracle's problem, on Keras' variables. Rates are set from outside."""
+    """Solve the oracle's problem with Keras' variables. Rates are set from outside."""
     variables = [
         keras.Variable(w, dtype=dtype, name=f"w{at}") for at, w in enumerate(oracle.beginning(SEED))
     ]
@@ -74,7 +74,7 @@ def case_optimizers_follow_their_papers_as_those_of_torch_do():
         (LARS, oracle.lars, oracle.LARS_DEFAULTS, oracle.LARS_VARIANTS),
         (LAMB, oracle.lamb, oracle.LAMB_DEFAULTS, oracle.LAMB_VARIANTS),
     ):
-        # Each rank takes its share; all of it on one backend, since the others take long.
+        # Ranks share the variants. Only one backend runs all, because the others are slow.
         few = [variants[0], variants[-2]]
         mine = variants[hvd.rank() :: hvd.size()] if BACKEND == "torch" else [few[hvd.rank()]]
         for variant in mine:
@@ -84,7 +84,7 @@ def case_optimizers_follow_their_papers_as_those_of_torch_do():
             oracle.assert_close(found, expected, 3e-6)
             if BACKEND in FLOAT64 and variant in few:
                 found = follow(make, in_words_of_keras(options), "float64", COUNT)
-                # The rate itself is float32 in Keras.
+                # Keras stores the rate in float32.
                 oracle.assert_close(found, expected, 1e-6)
     hvd.allgather_object(None)
 
@@ -126,9 +126,9 @@ def case_16_bit_variables_have_float32_masters():
     optimizer.build([variable])
     for _ in range(100):
         optimizer.apply([ops.ones((64, 64), dtype="bfloat16") * -1.0], [variable])
-    # To nearest, each of the steps alone would be lost.
+    # Rounding to nearest would lose every step.
     np.testing.assert_allclose(ops.convert_to_numpy(ops.cast(variable, "float32")), 1.1, rtol=4e-3)
-    variable.assign(ops.ones((64, 64), dtype="bfloat16") * 5)  # as a broadcast or a checkpoint does
+    variable.assign(ops.ones((64, 64), dtype="bfloat16") * 5)  # like a broadcast or a checkpoint
     optimizer.apply([ops.zeros((64, 64), dtype="bfloat16")], [variable])
     assert (ops.convert_to_numpy(ops.cast(variable, "float32")) == 5).all()
 
@@ -137,7 +137,7 @@ def case_16_bit_variables_have_float32_masters():
 
 
 def as_array(tensor, dtype):
-    """NumPy's array of a 16-bit tensor."""
+    """Return the NumPy array of a 16-bit tensor."""
     wide = ops.convert_to_numpy(ops.cast(tensor, "float32"))
     return wide.astype(rounding_oracle.TYPES[dtype])
 
@@ -168,7 +168,7 @@ def case_16_bit_variables_add_up_small_updates_without_masters():
     steps = 200
     for _ in range(steps):
         optimizer.apply([ops.ones((64, 64), dtype="bfloat16") * -1.0], [variable])
-    # A step is 0.128 of a unit, 2**-7: so much varies the sum of so many binomial numbers.
+    # A step is 0.128 of a unit, 2**-7; sigma is the deviation of this sum of binomial numbers.
     sigma = 2.0**-7 * (steps * 0.128 * 0.872 / 64**2) ** 0.5
     mean = as_array(variable, "bfloat16").astype(np.float64).mean()
     assert abs(mean - 1.2) < 5 * sigma
@@ -195,7 +195,7 @@ def case_replicas_stay_identical_with_stochastic_rounding_also_when_resumed():
     x = x + hvd.rank()
     options = {"batch_size": 8, "shuffle": False, "verbose": 0}
     ends = []
-    for seed in (100 + hvd.rank(), 101):  # rank 0's counts
+    for seed in (100 + hvd.rank(), 101):  # rank 0's seed counts
         model = short_network(1, LARS(0.2, weight_decay=0.01, rounding=StochasticRounding(seed)))
         model.fit(x[:24], y[:24], **options)
         with tempfile.TemporaryDirectory() as folder:
@@ -291,7 +291,7 @@ def case_schedules_agree_with_their_formula():
 
 
 def case_momentum_correction_makes_sgd_the_unscaled_form():
-    if BACKEND == "jax":  # compiles long, and nothing here depends on it
+    if BACKEND == "jax":  # compiles slowly, and the backend does not matter here
         return
     plan = schedules.WarmupPolynomial(peak=0.5, total_steps=12, warmup_steps=4, start=0.01)
     x, y = data()
@@ -339,13 +339,13 @@ def case_an_infinity_on_one_rank_makes_all_ranks_skip_the_step():
     wraps = [
         lambda scaled: hvd.DistributedOptimizer(scaled, process_set=own),
         lambda scaled: hvd.DistributedOptimizer(scaled),
-        lambda scaled: scaled,  # nobody reduces
+        lambda scaled: scaled,  # no reduction
     ]
     for wrap in wraps[2:] if BACKEND == "jax" else wraps:
         scaled = LossScaleOptimizer(sgd(0.1), initial_scale=64.0)
         assert train_with_infinity(wrap(scaled)) == [True, True, False, True, True]
         assert float(ops.convert_to_numpy(scaled.dynamic_scale)) == 32.0
-    # Keras' own decides for itself: why there is another one.
+    # Keras' own optimizer decides on each rank alone, which is why hororing has another one.
     changed = train_with_infinity(keras.optimizers.LossScaleOptimizer(sgd(0.1)))
     assert changed[2] == (hvd.rank() == 0)
     again = keras.optimizers.deserialize(keras.optimizers.serialize(scaled))

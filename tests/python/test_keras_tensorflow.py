@@ -1,5 +1,5 @@
-"""hororing.keras on TensorFlow: the cases of keras_cases.py, and those of this backend alone."""
-# ruff: noqa: F405  # cases use what keras_cases.py has
+"""hororing.keras on TensorFlow: the cases of keras_cases.py, and those only for this backend."""
+# ruff: noqa: F405  # cases use names of keras_cases.py
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ test_keras_on_tensorflow = session.on_ranks(
 )
 
 
-# -- this backend alone ----------------------------------------------------------------------------
+# -- only this backend -----------------------------------------------------------------------------
 
 
 def case_gradients_of_embeddings_are_sparse():

@@ -1,5 +1,5 @@
-"""hororing.keras on PyTorch: the cases of keras_cases.py, and those of this backend alone."""
-# ruff: noqa: F405  # cases use what keras_cases.py has
+"""hororing.keras on PyTorch: the cases of keras_cases.py, and those only for this backend."""
+# ruff: noqa: F405  # cases use names of keras_cases.py
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import session
 
 if __name__ == "cases":  # on the ranks
     os.environ["KERAS_BACKEND"] = "torch"
-    sys.modules["tensorflow"] = None  # Keras imports it where it is, which takes long
+    sys.modules["tensorflow"] = None  # if it is installed, Keras imports it, which is slow
     import torch
     from keras_cases import *  # noqa: F403
     from keras_hierarchical_cases import *  # noqa: F403
@@ -25,7 +25,7 @@ test_keras_on_torch = session.on_ranks(
 )
 
 
-# -- this backend alone ----------------------------------------------------------------------------
+# -- only this backend -----------------------------------------------------------------------------
 
 
 def case_loops_of_ones_own():

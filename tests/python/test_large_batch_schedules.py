@@ -1,4 +1,4 @@
-"""Schedules and presets of hororing.toolkit.large_batch: formulas, no framework."""
+"""Schedules and presets of hororing.toolkit.large_batch: formulas, without a framework."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_wrong_schedules_are_refused():
 
 
 def test_momentum_correction_makes_one_form_of_momentum_the_other():
-    # v = m v + rate g; w -= v  against  u = m u + g; w -= rate u. Rates are powers of two, so that
-    # nothing is rounded: equal to the last bit.
+    # v = m v + rate g; w -= v  against  u = m u + g; w -= rate u. Rates are powers of two, so there
+    # are no roundings, and the bits are equal.
     v = u = 0.0
     w_scaled = w_unscaled = 1.0
     previous = 0.0

@@ -1,4 +1,4 @@
-"""Where ranks go: hosts, allocations, replicas, NUMA nodes. Push tier, 4 s."""
+"""The placement of ranks: hosts, allocations, replicas, NUMA nodes. Push tier, 4 s."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_host_files_are_read(tmp_path):
         read_hostfile(file)
 
 
-# Graphcore's machines: 16 replicas a host, in 8 ranks on 8 NUMA nodes.
+# Graphcore's machines: 16 replicas per host, in 8 ranks on 8 NUMA nodes.
 @pytest.mark.parametrize("hosts", [1, 4, 8, 16])
 def test_the_published_machines_come_out(hosts: int):
     placed = plan.place(parse_hosts(f"pod[1-{hosts}]"), 8 * hosts, None, None)
@@ -256,7 +256,7 @@ def test_a_job_goes_to_the_hosts_of_its_allocation(
 
 
 def tree(root: Path, cores: dict[int, str], memory: str | None = None) -> Path:
-    """A sysfs of nodes with lists of cores."""
+    """Create a sysfs of nodes with lists of cores."""
     for node, text in cores.items():
         (root / f"node{node}").mkdir(parents=True)
         (root / f"node{node}/cpulist").write_text(text + "\n")
@@ -332,7 +332,7 @@ def test_a_process_is_bound_and_so_is_what_it_starts(tmp_path):
         assert found.startswith(f"[{cores[local_rank]}] ")
         if local_rank == 1:
             assert notice == "NUMA node 1 has no memory: only cores bound"
-        elif memory == "None":  # not allowed here
+        elif memory == "None":  # not permitted on this machine
             assert notice.startswith("memory is not bound to NUMA node 0: ")
         else:
             assert found.split()[-2:] == ["2", "1"]  # MPOL_BIND, to node 0
@@ -349,11 +349,11 @@ def test_only_the_chosen_ranks_print_and_all_keep_their_errors(tmp_path):
     environment = {**os.environ, **mpirun.launch_environment(str(tmp_path)), "PATH": path}
     done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()[1:]  # after that of mpirun
+    lines = done.stdout.splitlines()[1:]  # after mpirun's line
     assert lines
     assert lines == [line for line in lines if "out 1" in line]
     assert all(f"err {rank}" in done.stdout + done.stderr for rank in range(3))
-    assert "1]" in lines[0]  # tagged
+    assert "1]" in lines[0]  # tagged output
     if len(numa.read_nodes()) < 2:
         assert done.stderr.count("nothing is bound") == 1
     script.write_text(program.replace("OMPI_COMM_WORLD_RANK", "HORORING_RANK"))

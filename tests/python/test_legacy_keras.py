@@ -1,6 +1,6 @@
-"""hororing.tensorflow.keras where tf.keras is Keras 2: tf_keras, with TF_USE_LEGACY_KERAS=1.
+"""hororing.tensorflow.keras if tf.keras is Keras 2: tf_keras, with TF_USE_LEGACY_KERAS=1.
 
-Push tier, one job of 2 ranks: tf.keras is chosen by a variable, before TensorFlow is imported.
+Push tier, one separate job of 2 ranks: the variable must be set before TensorFlow is imported.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def network(seed: int = 0) -> Any:
 
 
 def trained(model: Any, optimizer: Any, ranks: int, batch: int = BATCH, **options: Any) -> Any:
-    """Trained as by `ranks` ranks: on the rows of this one, or of all."""
+    """Return the model, trained as one of `ranks` ranks: on this rank's rows, or on all rows."""
     x, y = data()
     mine = slice(hvd.rank(), None, hvd.size()) if ranks > 1 else slice(None)
-    # The argument is one of Horovod's scripts.
+    # Scripts for Horovod pass experimental_run_tf_function.
     model.compile(optimizer, "mse", metrics=["mae"], experimental_run_tf_function=False)
     model.history = model.fit(
         x[mine], y[mine], batch_size=batch // ranks, shuffle=False, verbose=0, **options
@@ -105,7 +105,7 @@ def case_options_reach_the_reduction() -> None:
         optimizer.apply_gradients([(gradient, kernel), (tf.constant(2.0), local)])
         np.testing.assert_allclose(kernel, [-2.0, -1.0])
         np.testing.assert_allclose(local, 3.0 - 2.0 / hvd.size())
-        # Who has reduced already asks for no aggregation.
+        # A script that has reduced already asks for no aggregation.
         optimizer.apply_gradients([(gradient, kernel)], experimental_aggregate_gradients=False)
         np.testing.assert_allclose(kernel, [-2.0 - hvd.rank() - 1, -1.0 - hvd.rank() - 1])
 
@@ -186,7 +186,7 @@ def case_momentum_follows_the_rate() -> None:
 def case_files_hold_plain_optimizers_and_their_state() -> None:
     for make in optimizers()[::2]:
         model = trained(network(), hvd.DistributedOptimizer(make()), 2)
-        path = os.path.join(tempfile.mkdtemp(), "model.h5")  # .keras: no state of legacy ones
+        path = os.path.join(tempfile.mkdtemp(), "model.h5")  # .keras lacks legacy state
         model.save(path)
         loaded = tf.keras.models.load_model(path)
         assert type(loaded.optimizer) is type(make())

@@ -18,12 +18,12 @@ def test_survivors_go_on_in_the_same_processes_and_a_newcomer_joins(tmp_path: Pa
     stop = tmp_path / "stop"
     with ElasticJob(np=3, max_np=3) as job:
         job.begin(3, str(stop), HORORING_TRANSPORT=transport)
-        # Rank 0, whatever it has, is not special.
+        # Rank 0 is not special.
         rest = job.kill(0)
         assert job.lost()[0].rank == 0
         for each in rest:
             assert "error PeerLostError 0" in job.lines[each]
-        # Members leave for it in agreement: no error.
+        # Members agree to stop for the newcomer, without an error.
         new = job.start(str(stop), HORORING_TRANSPORT=transport)
         job.wait(lambda: all(job.started(each, 3) for each in [*rest, new]))
         assert sum(line.startswith("error") for each in rest for line in job.lines[each]) == 2
@@ -43,7 +43,7 @@ def test_survivors_go_on_in_the_same_processes_and_a_newcomer_joins(tmp_path: Pa
 def test_a_stopped_process_is_declared_lost_and_comes_back_as_a_newcomer(
     tmp_path: Path, transport: str
 ):
-    """Its connections stay open: only that it is silent tells."""
+    """Its connections stay open, so only its silence shows that it is lost."""
     stop = tmp_path / "stop"
     with ElasticJob(np=3, max_np=3, peer_timeout_s=2.0) as job:
         job.begin(3, str(stop), HORORING_TRANSPORT=transport)
@@ -55,7 +55,7 @@ def test_a_stopped_process_is_declared_lost_and_comes_back_as_a_newcomer(
         assert job.lost()[0].rank == 2
         assert "no sign of life" in job.lost()[0].why
         job.ranks[last].send_signal(signal.SIGCONT)
-        # In its old generation it gets an error; in the next it is somebody else.
+        # In its old generation it gets an error; in the next one it is a new member.
         job.wait(lambda: any(line.startswith("error") for line in job.lines[last]))
         job.wait(lambda: len(job.worlds()[-1].members) == 3 and len(job.worlds()) > 2)
         members = job.worlds()[-1].members
@@ -103,7 +103,7 @@ def test_a_second_death_while_a_generation_forms(tmp_path: Path):
         job.ends(2)
 
 
-# As TRAIN, but who is told to dies in the second generation, when it has a rank and no peers yet.
+# Like TRAIN, but a process dies on request in the second generation, with a rank but no peers yet.
 DIES_ON_ITS_WAY = """
 import os, signal, sys
 from hororing import membership, runtime
@@ -136,7 +136,7 @@ def test_a_death_on_the_way_into_a_generation_is_no_error_of_the_script(tmp_path
 def test_a_process_that_waits_for_others_can_be_interrupted(tmp_path: Path):
     with ElasticJob(np=2) as job:
         job.start(str(tmp_path / "stop"))
-        job.wait(lambda: job.store._requests)  # it waits
+        job.wait(lambda: job.store._requests)  # the process waits
         job.ranks[0].send_signal(signal.SIGINT)
         assert job.ranks[0].wait(DEADLINE_S) != 0
         job.wait(job.lost)

@@ -1,7 +1,7 @@
-"""What hororing holds of memory per rank, beyond the script's own.
+"""hororing's own memory per rank, beyond the script's.
 
-Counted as proportional set size: what ranks share counts once over all of them. The ranks' malloc
-gives back what is freed (GIVE_BACK), so that only what is held counts.
+It is measured as proportional set size: memory that ranks share counts once over all of them. The
+ranks' malloc returns freed memory to the system (GIVE_BACK), so only memory in use counts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def case_sums_take_two_fusion_buffers_and_32_mib_at_most() -> None:
         for handle in handles:
             hvd.synchronize(handle)
         hvd.grouped_allreduce_(gradients, name="all")
-    # What the counter says is part of it.
+    # The counter covers a part of it.
     scratch = hvd.statistics()["scratch_bytes"] / MIB
     held = held_mib() - before
     assert scratch <= held <= 2 * fusion / MIB + 32, (scratch, held)

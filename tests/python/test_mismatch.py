@@ -1,6 +1,6 @@
-"""Ranks that disagree, and ranks that never come: errors that say who, on every rank.
+"""Ranks that disagree, and missing ranks: errors that name the ranks, on every rank.
 
-What of each verb they may disagree about is in conformance/refusals.py.
+conformance/refusals.py has the possible disagreements for each verb.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def ones(*shape: int, dtype: str = "float32") -> Any:
 
 
 def values_by_rank(text: str) -> dict[int, str]:
-    """What an error says of each rank: "rank 0: [2]; ranks 1-3: [3]. Every ..."."""
+    """Return the values by rank from an error such as "rank 0: [2]; ranks 1-3: [3]. Every ..."."""
     values: dict[int, str] = {}
     listed = text[text.index(" differ: ") + len(" differ: ") :]
     for ranks, value in re.findall(r"ranks? ([\d,-]+): (.*?)(?=; ranks? \d|\. [A-Z])", listed):
@@ -45,7 +45,7 @@ def values_by_rank(text: str) -> dict[int, str]:
 
 
 def disagree(call: Call, name: str, what: str, wanted: dict[int, str]) -> str:
-    """Fail unless `call` raises, on all ranks, one text with these values."""
+    """Fail unless `call` raises the same text with these values on all ranks."""
     with pytest.raises(errors.MismatchError) as caught:
         call()
     assert isinstance(caught.value, ValueError)
@@ -54,7 +54,7 @@ def disagree(call: Call, name: str, what: str, wanted: dict[int, str]) -> str:
     assert f"'{name}'" in text
     assert f"{what} differ: " in text
     assert values_by_rank(text) == wanted, text
-    # The very same text everywhere, and the job goes on.
+    # All ranks have the same text, and the job goes on.
     assert set(hvd.allgather_object(text, name="compare texts")) == {text}
     return text
 
@@ -143,7 +143,7 @@ def case_a_mismatch_fails_its_tensor_alone() -> None:
                 with pytest.raises(errors.MismatchError, match=f"'{name}'"):
                     hvd.synchronize(handles[name])
                 with pytest.raises(ValueError, match="there is no handle"):
-                    hvd.synchronize(handles[name])  # used up by its error
+                    hvd.synchronize(handles[name])  # its error has released it
 
 
 def case_unnamed_calls_that_differ_name_their_number() -> None:
@@ -179,7 +179,7 @@ test_case = session.on_ranks(globals(), 2, 3, 4, session="numpy")
 
 
 # ---------------------------------------------------------------------------------------------
-# Ranks that never come. Signs are files, since the library is what is under test.
+# Missing ranks. Signs are files, because the library is under test.
 
 
 class Signs:
@@ -197,7 +197,7 @@ class Signs:
 
 
 def _stall(signs: Signs, missing: list[int]) -> None:
-    """Those that are missing come when the others have failed."""
+    """The missing ranks come after the others have failed."""
     rank = hvd.rank()
     told: list[str] = []
     hvd.barrier()
@@ -215,7 +215,7 @@ def _stall(signs: Signs, missing: list[int]) -> None:
             assert isinstance(caught.value, errors.HororingInternalError)
             told.append(str(caught.value))
         signs.give(f"failed.{rank}")
-    with pytest.raises(errors.StalledError) as caught:  # from now on
+    with pytest.raises(errors.StalledError) as caught:  # every later call fails
         hvd.allreduce(ones(3), name="forgotten")
     told.append(str(caught.value))
     hvd.shutdown()
@@ -227,7 +227,7 @@ def _stall(signs: Signs, missing: list[int]) -> None:
 
 
 def _late(signs: Signs, missing: list[int]) -> None:
-    """Those that are missing come when rank 0 has been warned."""
+    """The missing ranks come after rank 0 has got the warning."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -279,7 +279,7 @@ def test_a_rank_that_never_submits_is_named_and_fails_all(
         for text in told:
             assert re.search(wanted, text), text
             assert "stalled for more than 1 s" in text
-            # The other one may be a moment younger than the limit.
+            # The other request may be slightly younger than the limit.
             assert "allreduce 'forgotten'" in text
     warnings = [line for line in job.outputs[0].splitlines() if "waiting for up to" in line]
     assert all("WARNING" in line and "[rank 0]" in line for line in warnings)

@@ -1,4 +1,4 @@
-"""mpi4py in the same process: whoever initialised MPI, and with communicators of its own."""
+"""mpi4py in the same process: either may initialize MPI, and scripts may pass communicators."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_exception_beside_mpi4py_ends_the_job():
     job = mpirun.run(RANKS, 2, "fail_beside_mpi4py", timeout_s=60)
     assert job.returncode not in (None, 0), job.report()
     assert "ArithmeticError: on purpose" in job.outputs[1], job.report()
-    # mpirun may end rank 0 before it has a word.
+    # mpirun may end rank 0 before it prints.
     if "lost" in job.outputs[0]:
         assert "lost 1" in job.outputs[0]
         assert "ArithmeticError: on purpose" in job.outputs[0]
@@ -62,7 +62,7 @@ def test_an_exception_beside_mpi4py_ends_the_job():
 
 
 def check_job(rank: int, size: int) -> None:
-    """The engine's job is of `size` ranks, this is `rank`, and it works."""
+    """Fail unless the engine works, as rank `rank` of `size`."""
     assert hvd.is_initialized()
     assert (hvd.rank(), hvd.size()) == (rank, size)
     assert (hvd.local_rank(), hvd.local_size()) == (rank, size)
@@ -107,7 +107,7 @@ def case_each_half_is_a_job_of_its_own() -> None:
     half = everybody.Split(color, key=everybody.rank)
     hvd.init(comm=half)
     check_job(half.rank, half.size)
-    # The halves do not meet: the same names, different values.
+    # The halves are separate jobs: they use the same names for different values.
     assert hvd.allreduce(np.array([color]), name="same", op=hvd.Max)[0] == color
     assert {r % 2 for r in hvd.allgather_object(everybody.rank)} == {color}
     hvd.shutdown()
@@ -148,7 +148,7 @@ def case_some_ranks_form_a_job_and_the_others_cannot_join_it() -> None:
         with pytest.raises(ValueError, match="has not been initialized"):
             hvd.rank()
     everybody.Barrier()
-    # And all of them together afterwards.
+    # Afterwards, all ranks are in one job.
     hvd.init()
     check_job(everybody.rank, everybody.size)
     hvd.shutdown()
@@ -192,7 +192,7 @@ def case_both_work_at_the_same_time_in_different_threads() -> None:
 
     hvd.init()
     everybody = world()
-    # Threads of one process need communicators of their own, in MPI as anywhere.
+    # As usual in MPI, each thread needs its own communicator.
     communicators = [everybody.Dup() for _ in range(2)]
     failures: list[BaseException] = []
 
@@ -227,7 +227,7 @@ def case_both_work_at_the_same_time_in_different_threads() -> None:
 
 
 def case_messages_of_both_do_not_mix() -> None:
-    """Wildcards of the script on the world never see what the engine sends."""
+    """The script's wildcard receives on the world never match the engine's messages."""
     from mpi4py import MPI
 
     everybody = world()
@@ -245,7 +245,7 @@ def case_messages_of_both_do_not_mix() -> None:
 
 
 def case_the_end() -> None:
-    """Not shut down, not finalised: the exit code tells whether that is well."""
+    """End without shutdown or finalize; the exit code must be 0."""
     assert hvd.is_initialized()
 
 

@@ -1,4 +1,4 @@
-"""Which MPI library is loaded, and which layer. Push tier, 1 s; with MPICH: test_wheel.py."""
+"""The choice of the MPI library and of the layer. Push tier, 1 s; with MPICH: test_install.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hororing.errors import TransportError
 
 @pytest.fixture
 def layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An installation without layers yet, in an environment without libraries yet."""
+    """Return the folder of an installation without layers, in an environment without MPI."""
     folder = tmp_path / "lib/python3/site-packages/hororing/lib"
     folder.mkdir(parents=True)
     monkeypatch.setattr(mpi, "_FOLDER", folder)
@@ -53,7 +53,7 @@ def test_a_library_that_is_named_counts_alone(
 def test_a_library_without_a_layer_is_named(layers: Path):
     found = mpi.describe()
     add(layers, *({"openmpi", "mpich"} - {found.abi}))
-    for named in (found.path, None):  # it is in the process
+    for named in (found.path, None):  # None: it is loaded already
         with pytest.raises(TransportError, match=f"ABI '{found.abi}', for which .* no layer"):
             mpi._choose(named, "none")
 
@@ -87,7 +87,7 @@ def test_the_launcher_decides_which_library_is_tried_first(layers: Path, tmp_pat
         tried = list(mpi._candidates(launcher))
         assert tried[0] == first
         assert tried.index(first) < tried.index(Path(first).name) < tried.index(last)
-        assert "libmpi_abi.so.1" not in tried  # without a layer it helps nobody
+        assert "libmpi_abi.so.1" not in tried  # of no use without a layer
 
 
 def test_the_library_beside_mpirun_and_the_one_of_the_build_are_found(layers: Path, tmp_path: Path):

@@ -1,6 +1,6 @@
-"""What only hororing.numpy has: handles, views and read-only arrays; and what threads may do.
+"""Features of hororing.numpy only: handles, views and read-only arrays; and calls from threads.
 
-What verbs return and refuse, for every framework, is in conformance/.
+conformance/ tests the results and errors of the verbs for every framework.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def agree(result: Any, wanted: Array) -> None:
 
 
 def arrays_of(dtype: Any, shape: Any, *key: int) -> list[Array]:
-    """What all ranks pass: multiples of 1/8 up to 4 (of floats), so that no sum is rounded."""
+    """Return the inputs of all ranks. Floats are multiples of 1/8 up to 4: sums are exact."""
     unit = 8 if np.dtype(dtype).kind == "f" else 1
     rngs = [np.random.default_rng([mpirun.seed(), rank, *key]) for rank in range(hvd.size())]
     return [(rng.integers(-32, 33, shape) / unit).astype(dtype) for rng in rngs]
@@ -73,7 +73,7 @@ def case_init() -> None:
 
 
 def case_sums_are_made_in_the_order_of_the_ranks() -> None:
-    """On one host, which makes bits of it; over MPI the order is free."""
+    """On one host, where the order determines the bits; over MPI the order is free."""
     if os.environ.get("HORORING_TRANSPORT") == "mpi":
         return
     rngs = [np.random.default_rng([mpirun.seed(), 6, rank]) for rank in range(hvd.size())]
@@ -117,14 +117,14 @@ def case_inputs_stay_as_they_were() -> None:
         hvd.synchronize(hvd.allreduce_async(mine, op=hvd.Max)),
     ):
         assert not np.shares_memory(result, mine)
-        result[...] = 77  # the caller's own
+        result[...] = 77  # the result belongs to the caller
     assert (mine == before).all()
 
 
 def case_a_part_of_a_gathered_result_keeps_its_memory() -> None:
     part = hvd.allgather(np.full(1000, hvd.rank()))[5:9]
     gc.collect()
-    hvd.allgather(np.full(1000, 99))  # might get the memory, if it had been freed
+    hvd.allgather(np.full(1000, 99))  # would get the memory if it were freed
     assert part.tolist() == [0] * 4
 
 
@@ -139,14 +139,14 @@ def case_kinds_of_arguments_and_results() -> None:
     agree(hvd.allreduce(np.float32(hvd.rank()), op=hvd.Sum), np.array(sum(range(size)), np.float32))
     deep = np.full((1,) * 32 + (2,), hvd.rank(), np.int32)
     assert hvd.allreduce(deep, op=hvd.Max).shape == deep.shape
-    # One bad member: nothing of the group has been submitted.
+    # With one bad member, nothing of the group is submitted.
     with raises(ValueError, "not supported"):
         hvd.grouped_allreduce([np.ones(2), np.ones(2, "c8")], name="half bad")
     hvd.grouped_allreduce([np.ones(2), np.ones(2)], name="half bad")
 
 
 def case_a_group_waits_for_all_of_its_members_ranks() -> None:
-    """Groups, single arrays and unnamed calls, submitted in another order on every rank."""
+    """Every rank submits groups, single arrays and unnamed calls in its own order."""
     rank = hvd.rank()
     mine = random.Random(mpirun.seed() + 50 + rank)
     for turn in range(4):
@@ -195,7 +195,7 @@ def case_arrays_that_are_not_contiguous() -> None:
         assert hvd.allreduce_(mine, op=hvd.Sum) is mine
         agree(mine, wanted)
         if np.shares_memory(mine, whole):
-            assert (whole == untouched).all()  # nothing between the elements was written
+            assert (whole == untouched).all()  # memory between the elements is unchanged
         hvd.synchronize(hvd.broadcast_async_(mine, 0))
         agree(mine, wanted)
     room = np.zeros(81, np.uint8)
@@ -235,12 +235,12 @@ def case_average_is_deprecated_and_works() -> None:
             assert hvd.allreduce(np.ones(2), average=average).tolist() == [wanted] * 2
         (warning,) = caught
         assert warning.category is DeprecationWarning
-        assert warning.filename == __file__  # blames the caller
+        assert warning.filename == __file__  # the warning is for the caller's line
     assert hvd.allreduce(np.full(2, hvd.rank()), op=hvd.Max).tolist() == [size - 1] * 2
 
 
 def case_unnamed_calls_match_in_their_order() -> None:
-    """Also when ranks mix verbs differently: each verb counts for itself."""
+    """Even if ranks mix verbs differently: each verb has its own count."""
     rank, size = hvd.rank(), hvd.size()
     sums = range(10, 15)
     starts: list[Callable[[], int]] = [
@@ -257,7 +257,7 @@ def case_unnamed_calls_match_in_their_order() -> None:
 
 
 def case_a_name_in_flight_is_refused() -> None:
-    """The last rank submits only when the others have tried twice."""
+    """The last rank submits only after the others have tried twice."""
     rank, size = hvd.rank(), hvd.size()
     if size == 1:
         return
@@ -292,7 +292,7 @@ def case_handles_are_good_for_one_result() -> None:
     handle = hvd.allreduce_async(np.ones(2), op=hvd.Sum)
     assert type(handle) is int
     wait_until(lambda: hvd.poll(handle), "an allreduce")
-    assert hvd.poll(handle)  # asking does not use it up
+    assert hvd.poll(handle)  # poll does not release it
     assert hvd.synchronize(handle).tolist() == [size] * 2
     for again in (hvd.synchronize, hvd.poll):
         with raises(ValueError, f"there is no handle {handle}", "synchronized before"):
@@ -301,7 +301,7 @@ def case_handles_are_good_for_one_result() -> None:
         for call in (hvd.synchronize, hvd.poll):
             with raises(ValueError, f"there is no handle {unknown!r}"):
                 call(unknown)
-    # It stays pending until the last rank comes.
+    # The request is pending until the last rank submits it.
     if size > 1:
         mine = np.full(2, rank)
         late = hvd.allreduce_async(mine, op=hvd.Sum, name="late") if rank < size - 1 else 0
@@ -311,7 +311,7 @@ def case_handles_are_good_for_one_result() -> None:
         hvd.barrier()
         late = late or hvd.allreduce_async(mine, op=hvd.Sum, name="late")
         assert hvd.synchronize(late).tolist() == [sum(range(size))] * 2
-    # Results wait for those who come late to them, in whatever order.
+    # Results are kept until synchronize, in any order.
     handles = [hvd.allreduce_async(np.full(100, i), op=hvd.Max) for i in range(50)]
     for i in reversed(range(50)):
         assert hvd.synchronize(handles[i]).tolist() == [i] * 100
@@ -333,14 +333,14 @@ def case_memory_in_flight_is_kept() -> None:
 
 
 def case_a_barrier_waits_for_all() -> None:
-    """Signs outside the library: a rank that is through finds the file of every other."""
+    """After the barrier, every rank finds the files of all others."""
     folder: list[str] = []
     if hvd.rank() == 0:
         folder = [tempfile.mkdtemp()]
     signs = Path(hvd.broadcast_object(folder)[0])
     mine = random.Random(mpirun.seed() + hvd.rank())
     for turn in range(25):
-        sum(range(mine.randrange(100_000)))  # come at different times
+        sum(range(mine.randrange(100_000)))  # so that ranks come at different times
         (signs / f"{turn}.{hvd.rank()}").touch()
         hvd.barrier()
         for rank in range(hvd.size()):
@@ -394,7 +394,7 @@ def case_several_threads_may_call_verbs_at_once() -> None:
             failures.append(error)
 
     threads = [threading.Thread(target=play, args=(number,)) for number in range(5)]
-    # On every rank in another order.
+    # Every rank has its own order.
     random.Random(rank).shuffle(threads)
     for thread in threads:
         thread.start()
@@ -418,7 +418,7 @@ def case_one_thread_may_wait_for_what_another_has_started() -> None:
 def case_shutdown_and_init_again() -> None:
     rank, size = hvd.rank(), hvd.size()
     for turn in range(3):
-        # An unnamed call that only rank 0 makes: it fails, and is forgotten with its number.
+        # Only rank 0 makes this unnamed call. It fails, and its number is forgotten.
         lost = hvd.allreduce_async(np.ones(4)) if rank == 0 and size > 1 else 0
         kept = hvd.allreduce_async(np.full(5, rank), op=hvd.Sum, name="submitted by all")
         hvd.barrier()
@@ -494,7 +494,7 @@ def _huge() -> None:
     rank, step = hvd.rank(), 4099
     array = np.full(HUGE, 1 + rank, np.uint8)
     marks = (np.arange(0, HUGE, step) % 191 + 20).astype(np.uint8)
-    # Where in the array a piece belongs can be seen from it.
+    # Every piece shows its place in the array.
     array[::step] = marks if rank == 0 else 0
     assert hvd.allreduce_(array, op=hvd.Max) is array
     assert (array[::step] == marks).all()

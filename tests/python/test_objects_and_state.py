@@ -23,7 +23,7 @@ from hororing import errors
 
 
 class _Broken:
-    """Cannot be pickled, for a reason of its own."""
+    """Cannot be pickled: its own code raises an exception."""
 
     def __reduce__(self) -> Any:
         raise KeyError("no reduction")
@@ -95,7 +95,7 @@ def case_before_init() -> None:
 
 
 def case_objects_from_every_root() -> None:
-    """Without a name, while other ranks hold something of another type."""
+    """Without a name; the other ranks hold objects of other types."""
     torch.manual_seed(0)
     rank = hvd.rank()
     for root in range(hvd.size()):
@@ -132,7 +132,7 @@ def case_an_object_that_cannot_be_pickled() -> None:
                 hvd.broadcast_object(thing if rank == root else None, root, name="broken")
             if rank != root:
                 assert f"'broken': rank {root} cannot pickle" in str(caught.value)
-            # Nobody waits, and everything goes on.
+            # No rank hangs, and the job goes on.
             assert hvd.broadcast_object(rank, root, name="broken") == root
             with pytest.raises(kind if rank == root else ValueError) as caught:
                 hvd.allgather_object(thing if rank == root else rank)
@@ -144,7 +144,7 @@ def case_an_object_that_cannot_be_pickled() -> None:
             hvd.allgather_object(threading.Lock() if rank else None)
         if rank == 0:
             assert f"ranks {', '.join(map(str, range(1, size)))} cannot" in str(caught.value)
-    # What fails on arrival fails where it arrives; the root keeps its own.
+    # An object that cannot be loaded is an error only on the receivers.
     thing = _CannotBeLoaded()
     if rank == 0:
         assert hvd.broadcast_object(thing) is thing
@@ -172,11 +172,11 @@ def case_roots_of_objects_that_are_wrong() -> None:
 
 
 def network(seed: int) -> torch.nn.Module:
-    """With parameters and buffers of several types and layouts."""
+    """Return a model with parameters and buffers of several types and layouts."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3),
-        torch.nn.BatchNorm2d(4),  # counts batches in an int64 without dimensions
+        torch.nn.BatchNorm2d(4),  # has a scalar int64 counter of batches
         torch.nn.Linear(7, 5).to(torch.bfloat16),
         torch.nn.Embedding(6, 3),
         torch.nn.PReLU(),
@@ -195,7 +195,7 @@ def case_parameters_from_every_root() -> None:
         before = {name: id(p) for name, p in model.named_parameters()}
         places = {name: t.data_ptr() for name, t in model.state_dict().items()}
         state = model.state_dict()
-        if hvd.rank() % 2:  # the order in the dictionary does not matter
+        if hvd.rank() % 2:  # the order of the dictionary does not matter
             state = OrderedDict(reversed(list(state.items())))
         hvd.broadcast_parameters(state, root)
         for name, tensor in model.state_dict().items():
@@ -256,7 +256,7 @@ def case_parameters_that_differ() -> None:
     pairs = [("a", torch.ones(1)), ("b", torch.ones(1))]
     with pytest.raises(ValueError, match="their order differs"):
         hvd.broadcast_parameters(pairs if rank else pairs[::-1], 0)
-    # Other shapes: everything else has arrived when the error does.
+    # If shapes differ, all other parameters have arrived when the error is raised.
     named = {"a": torch.full((1 + (rank == 1),), 5.0), "z": torch.full((3,), float(rank))}
     with pytest.raises(errors.MismatchError, match=r"'a'.*shapes differ"):
         hvd.broadcast_parameters(named, size - 1)
@@ -284,7 +284,7 @@ def optimizers() -> Iterator[tuple[str, type[torch.optim.Optimizer], dict[str, A
 
 
 class Trainee:
-    """Two matrices, each in a group of its own, and an optimizer that has taken some steps."""
+    """Two matrices, each in its own group, and an optimizer that has taken some steps."""
 
     def __init__(
         self, kind: type[torch.optim.Optimizer], options: dict[str, Any], seed: int, steps: int
@@ -293,7 +293,7 @@ class Trainee:
         self.sparse = kind is torch.optim.SparseAdam
         self.parameters = [torch.nn.Parameter(torch.randn(5, 3)) for _ in range(2)]
         options = copy.deepcopy(options)
-        # The options depend on the seed as well.
+        # The options depend on the seed, too.
         groups = [
             {"params": [p], "lr": options.get("lr", 0.01) * (seed + index + 1)}
             for index, p in enumerate(self.parameters)
@@ -320,7 +320,7 @@ def case_the_state_of_every_optimizer() -> None:
     for turn, (name, kind, options) in enumerate(optimizers()):
         names.append(name)
         root = turn % size
-        # Ranks have taken different numbers of steps, some of them none.
+        # Ranks have taken different numbers of steps, some none.
         mine = Trainee(kind, options, rank, steps=(rank + 2 * (rank == root)) % 4)
         wanted = Trainee(kind, options, root, steps=(root + 2) % 4)
         parameters, gradients = mine.values(), [p.grad for p in mine.parameters]
@@ -372,7 +372,7 @@ def case_learning_rates_of_all_kinds() -> None:
             assert optimizer.param_groups[0]["betas"] == (0.5, 0.9)
             if rank == 0:
                 assert optimizer.param_groups[0]["lr"] is lr
-    # What a scheduler has put in, and has changed.
+    # The options that a scheduler has added or changed.
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1 * (rank + 1))
     if rank == 0:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)

@@ -1,4 +1,4 @@
-"""Small blocking sums by one-shot exchange of a host's ranks: what users see, and when not."""
+"""Small blocking sums by the one-shot exchange within a host: results, and when it is not used."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hororing import errors
 
 
 def begin_together() -> None:
-    """All ranks within microseconds of one another: blocking calls leave them so."""
+    """Bring all ranks within microseconds of one another; blocking calls keep them so."""
     hvd.barrier()
 
 
 def counted(call: Callable[[], object], times: int = 1) -> tuple[int, int]:
-    """How many allreduces were made at once meanwhile, and how many messages this rank sent."""
+    """Return the numbers of one-shot allreduces and of messages of this rank in these calls."""
     before = hvd.statistics()
     for _ in range(times):
         call()
@@ -52,10 +52,10 @@ def case_calls_in_step_cost_no_message():
             if hvd.size() == 1:
                 assert met == 0
             elif hvd.size() == 2:
-                assert met > 0  # most of them, on a machine that does nothing else
-            # Whoever did not meet had to report; rank 0 to answer each of the others.
+                assert met > 0  # on an idle machine, most of them
+            # If they did not meet, ranks had to report, and rank 0 to answer each of the others.
             assert sent <= (2000 - met) * max(1, hvd.size() - 1) + 2 * hvd.size()
-            # Rank by rank the same ones, as everything else shows.
+            # All ranks have met in the same calls.
             assert len(set(hvd.allgather_object(met))) == 1
 
 
@@ -82,7 +82,7 @@ def case_every_type_and_operation():
                     for result in results:
                         assert result.dtype == dtype
                         assert result.shape == shape
-                        # A third is rounded; sums of a few small numbers are not.
+                        # Division by 3 is rounded; sums of a few small numbers are exact.
                         rtol = 1e-2 if np.dtype(dtype).itemsize < 4 else 1e-6
                         np.testing.assert_allclose(result.astype(np.float64), wanted, rtol)
 
@@ -181,7 +181,7 @@ def case_with_a_timeline_everything_is_in_it():
 
 
 def hvd_rank_is_0() -> bool:
-    """Whether this is rank 0, without an engine."""
+    """Return whether this is rank 0, without an engine."""
     return os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0"
 
 
@@ -227,7 +227,7 @@ def test_the_others_are_told(end: str, size: int):
     assert job.returncode is not None, job.report()
     assert (job.returncode == 0) == (end == "shut_down_in_the_middle"), job.report()
     told = ["told" in output for output in job.outputs]
-    assert told[0] or end == "killed_in_the_middle", job.report()  # mpirun may be quicker
+    assert told[0] or end == "killed_in_the_middle", job.report()  # mpirun may end it before
     assert not told[1], job.report()
 
 

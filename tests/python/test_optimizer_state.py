@@ -1,6 +1,6 @@
-"""broadcast_optimizer_state for every optimizer of torch.optim, with every option that it has.
+"""broadcast_optimizer_state for every optimizer of torch.optim, with all its options.
 
-The oracle is an optimizer that went through what the root's did, built on each rank.
+The oracle is an optimizer on each rank that has taken the root's steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from test_objects_and_state import same
 import hororing.torch as hvd
 from hororing.runtime import rank, size
 
-# Two of a kind, since a group of one is treated apart here and there.
+# Two equal shapes, because torch handles groups of one tensor differently in places.
 SHAPES = ((5, 3), (5, 3), (2, 4))
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
@@ -56,7 +56,7 @@ def variants() -> Iterator[tuple[type[torch.optim.Optimizer], dict[str, Any]]]:
 
 
 def works(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> bool:
-    """Whether this torch can do it."""
+    """Return whether this torch supports these options."""
     try:
         Trainee(kind, options, seed=0, steps=1)
     except (RuntimeError, ValueError, AssertionError, TypeError):
@@ -135,7 +135,7 @@ def case_every_optimizer_with_every_option():
     for turn, (kind, options) in enumerate(variants()):
         root = turn % size()
         dtype = torch.float64 if turn % 2 else torch.float32
-        # The others have no state, or more or less of it, with other options.
+        # The others have no state, or that of more or fewer steps, with other options.
         for steps_of_others in (0, 1 + turn % 3):
             mine = (
                 Trainee(kind, options, root, 2, dtype)
@@ -167,7 +167,7 @@ def case_flags_that_need_another_device_or_another_mode_travel():
 
 
 def case_no_parameter_is_marked_as_changed():
-    """A graph that was recorded before can still be run backward."""
+    """A graph from before can still run backward."""
     mine = Trainee(torch.optim.AdamW, {"weight_decay": 0.1}, rank(), 2)
     loss = sum(parameter.square().sum() for parameter in mine.parameters)
     versions = [parameter._version for parameter in mine.parameters]
@@ -177,7 +177,7 @@ def case_no_parameter_is_marked_as_changed():
 
 
 class Odd(torch.optim.Optimizer):
-    """Keeps state and options of all shapes."""
+    """An optimizer with state and options of unusual structure."""
 
     def __init__(self, params: Any, seed: int) -> None:
         curve = torch.arange(3.0) + seed
@@ -219,7 +219,7 @@ def case_nested_options_and_state_of_ones_own_travel():
             states = [optimizer.state_dict()["state"] for optimizer in (wanted, mine)]
             assert same(*(dict(sorted(state.items(), key=str)) for state in states))
             assert type(mine.param_groups[1]["nested"]["betas"]) is tuple
-            # What is one tensor on the root is one everywhere, and what is two is two.
+            # Tensors are shared between options exactly as on the root.
             first, second = mine.param_groups
             assert first["also"] is first["nested"]["curve"]
             assert first["lr"] is second["lr"]

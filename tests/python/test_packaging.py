@@ -1,4 +1,4 @@
-"""What is installed, and that the descriptions of it are true."""
+"""The installed files, and the truth of their descriptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python blocks of the pages run, each as the next lines of a script, on two ranks or four.
+"""The Python blocks of the pages run as the next lines of a script, on two or four ranks.
 
 Full tier: 20 s for PyTorch, 40 s for Keras and TensorFlow. The cookbook has test_cookbook.py.
 """
@@ -23,7 +23,7 @@ import hororing.numpy
 
 ROOT = Path(__file__).parents[2]
 
-# What does not run here: by the page, or by words of the block.
+# Blocks that do not run here, by their page, or by words in them.
 NOT_HERE = {
     "cookbook.md": "test_cookbook.py runs it",
     "migrating.md": "it changes what `import horovod` means; test_as_horovod.py",
@@ -43,7 +43,7 @@ NOT_HERE = {
 
 
 def blocks(framework: str) -> list[tuple[str, str]]:
-    """The place and the code of each block that runs with a framework."""
+    """Return the place and the code of each block for a framework."""
     found = []
     for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
         text = page.read_text("utf-8")
@@ -82,7 +82,7 @@ def test_what_does_not_run_is_there() -> None:
 
 
 def torch_script() -> dict[str, Any]:
-    """What scripts of the pages have made before, beside what those of docstrings have."""
+    """Return the names that scripts have defined before these blocks, with those of docstrings."""
     import glob
     import itertools
     from collections import OrderedDict
@@ -139,7 +139,7 @@ def torch_script() -> dict[str, Any]:
 
 
 def keras_script(page: str) -> dict[str, Any]:
-    """The same of Keras and TensorFlow."""
+    """Return those of Keras and TensorFlow scripts."""
     import keras
     import tensorflow as tf
     import test_doctests
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("framework", choices=["torch", "keras", "numpy"])
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
-    if args.framework != "numpy":  # whose block begins a script
+    if args.framework != "numpy":  # NumPy's block is the begin of a script
         hororing.numpy.init()
     failed = []
     for number, (place, code) in enumerate(blocks(args.framework)):
@@ -175,7 +175,7 @@ def main() -> None:
         script: dict[str, Any] = {}
         if args.framework != "numpy":
             script = torch_script() if args.framework == "torch" else keras_script(page)
-        file = Path(f"{page}.py").absolute()  # TensorFlow wants to read functions of a tf.function
+        file = Path(f"{page}.py").absolute()  # TensorFlow reads the source of tf.functions
         file.write_text(code)
         try:
             exec(compile(code, str(file), "exec"), script)

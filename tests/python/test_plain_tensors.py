@@ -1,4 +1,4 @@
-"""Which tensors the core takes as they lie, and that looking through DLPack finds the same."""
+"""Tensors that the core takes directly; DLPack and torch's attributes give the same answer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ OTHERS = {
 
 
 def ways() -> list[Any]:
-    """How a tensor is looked at: through DLPack, where torch has it, and by asking torch."""
+    """Return the two ways to inspect a tensor: DLPack, if torch has it, and torch's attributes."""
     adapter = TorchAdapter()
     types = (torch.Tensor, torch.nn.Parameter)
     return [adapter.plain_tensors, collectives.plain_tensors(types, adapter.plain)]
@@ -66,7 +66,7 @@ def answer(way: Any, tensor: object, **changed: Any) -> Any:
     return way.allreduce(tensor, tensor, tensor, *request.values(), False)
 
 
-# There is no engine: what gets as far as the core is refused by it.
+# Without an engine, the core refuses every request that reaches it.
 REFUSED = -lib.HR_NOT_INITIALIZED
 
 

@@ -1,4 +1,4 @@
-"""Process sets on 1 to 4 ranks: who may be in one, what they are called, who hears of errors."""
+"""Process sets on 1 to 4 ranks: members, ids, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ranks() -> list[int]:
 
 
 def subsets() -> list[list[int]]:
-    """All sets of ranks but that of all."""
+    """Return all sets of ranks except that of all ranks."""
     return [
         list(each) for count in range(hvd.size()) for each in itertools.combinations(ranks(), count)
     ]
@@ -41,7 +41,7 @@ def subsets() -> list[list[int]]:
 
 @contextlib.contextmanager
 def job(process_sets: Any = "dynamic") -> Iterator[None]:
-    """From init to shutdown, all ranks alive to the end."""
+    """Run a block from init to shutdown; all ranks stay until its end."""
     hvd.init(process_sets=process_sets)
     yield
     works()
@@ -51,14 +51,14 @@ def job(process_sets: Any = "dynamic") -> Iterator[None]:
 
 @contextlib.contextmanager
 def added(*sets: list[int]) -> Iterator[list[hvd.ProcessSet]]:
-    """Sets that are there for a while."""
+    """Add process sets, and remove them after the block."""
     made = [hvd.add_process_set(members) for members in sets]
     yield made
     assert all(hvd.remove_process_set(process_set) for process_set in made)
 
 
 def sum_in(process_set: hvd.ProcessSet, **more: Any) -> None:
-    """Fail unless its members add up."""
+    """Fail unless the sum over its members is right."""
     if process_set.included():
         mine = np.array([1, hvd.rank()])
         total = hvd.allreduce(mine, op=hvd.Sum, process_set=process_set, **more)
@@ -66,7 +66,7 @@ def sum_in(process_set: hvd.ProcessSet, **more: Any) -> None:
 
 
 def works() -> None:
-    """The job goes on."""
+    """Fail unless the job goes on."""
     sum_in(hvd.global_process_set)
 
 
@@ -151,7 +151,7 @@ def case_what_a_set_knows_of_itself() -> None:
     with job():
         for members in subsets():
             one = hvd.ProcessSet(members[::-1])
-            for _ in range(2):  # also after it was removed
+            for _ in range(2):  # the second time after its removal
                 assert (one.process_set_id, one.size(), one.rank()) == (None, None, None)
                 assert one.included() == (hvd.rank() in members)
                 assert (
@@ -236,7 +236,7 @@ def case_ranks_that_disagree_about_a_set_hear_of_it() -> None:
 
 
 def case_only_members_of_a_registered_set_may_wait_at_its_barrier() -> None:
-    """Other verbs: conformance/."""
+    """conformance/ tests the other verbs."""
     with job():
         for members in subsets()[1:]:
             with added(members) as (one,):
@@ -258,7 +258,7 @@ def case_names_are_scoped_by_set() -> None:
         sets = [hvd.global_process_set, *map(hvd.add_process_set, subsets()[1:])]
         mine = [each for each in sets if each.included()]
         number = np.array([hvd.rank() + 1])
-        for _ in range(3):  # decided afresh, and from the cache
+        for _ in range(3):  # negotiated, then from the cache
             handles = [
                 hvd.allreduce_async(number, name="n", op=hvd.Sum, process_set=each)
                 for each in mine
@@ -310,7 +310,7 @@ def case_what_is_in_flight_fails_when_its_set_is_removed() -> None:
         for members in [each for each in subsets() if len(each) > 1]:
             process_set = hvd.add_process_set(members)
             handles = []
-            if hvd.rank() == members[0]:  # the others never do
+            if hvd.rank() == members[0]:  # only this rank submits
                 x = np.ones(3)
                 handles = [
                     hvd.allreduce_async(x, name="x", process_set=process_set),
@@ -384,7 +384,7 @@ def test_the_death_of_a_member_is_told_to_all_sets(transport, victim):
 
 
 def work_in_sets(victim: str) -> None:
-    """Each of {0, 1} and {2, 3} is busy with itself until one of the four is killed."""
+    """{0, 1} and {2, 3} work separately until one of the four is killed."""
     ending_ranks.say("pid", os.getpid())
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     halves = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 3])]

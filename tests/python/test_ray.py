@@ -1,4 +1,4 @@
-"""Ranks that are actors of Ray, in a real cluster here. Full tier, 105 s; without Ray skipped."""
+"""Ranks as actors of Ray, in a real local cluster. Full tier, 105 s; skipped without Ray."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_without_ray_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    """Ray with room for two ranks, and two GPUs that it only believes in."""
+    """Ray with resources for two ranks, and two fake GPUs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # or it leaves a file at home
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise Ray leaves a file in the home folder
         patch.setenv("HORORING_STALL_WARNING_S", "33")
         ray = pytest.importorskip("ray")
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -58,7 +58,7 @@ def executor(ray: Any) -> Iterator[Any]:
     made.shutdown()
 
 
-# What ranks do.
+# Functions of the ranks.
 
 
 class Counter:
@@ -110,11 +110,11 @@ def test_results_and_objects_of_ranks(executor: Any):
         assert (each["size"], each["local"], each["sum"]) == (2, (rank, 2), [6.0] * 3)
         told = each["variables"]
         assert told["OF_THIS_TEST"] == "7"
-        assert told["HORORING_STALL_WARNING_S"] == "33"  # this process has it
+        assert told["HORORING_STALL_WARNING_S"] == "33"  # inherited from this process
         assert told["HORORING_INTERFACE"] == "lo"
         assert told["CUDA_VISIBLE_DEVICES"] == "0,1"
         secrets = [name for name in told if name.startswith("HORORING_SECRET")]
-        assert secrets == ["HORORING_SECRET_FD"]  # a number
+        assert secrets == ["HORORING_SECRET_FD"]  # a file descriptor
     assert executor.execute(lambda counter: counter.count()) == [15, 16]
     assert executor.execute_single(lambda counter: counter.count()) == 20
     from ray import get
@@ -139,7 +139,7 @@ def test_failures_name_the_rank_and_what_can_go_on_goes_on(executor: Any):
     assert "in fails" in raised.value.traceback
     assert isinstance(raised.value.__cause__, KeyError)
     assert len(executor.run(total, [1.0], {"offset": 0})) == 2
-    # The other rank waits for it.
+    # The other rank waits for the one that raised.
     with pytest.raises(RunError, match=r"raised KeyError: 'of one'; rank 0 on .* did not return"):
         executor.run(fails, ["raised"])
     with pytest.raises(RunError, match=r"call start\(\) first"):
@@ -165,7 +165,7 @@ def test_a_cluster_without_room_is_an_error(ray: Any):
         with pytest.raises(RunError, match=text):
             RayExecutor(settings, **where).start()
     ends = time.monotonic() + 60
-    while ray.available_resources().get("CPU") != 2.0:  # nothing is kept for them
+    while ray.available_resources().get("CPU") != 2.0:  # resources are released
         assert time.monotonic() < ends
         time.sleep(0.1)
 
@@ -215,7 +215,7 @@ def test_arguments_that_do_not_fit_are_refused(arguments: dict[str, Any], text: 
 
 
 class Folder:
-    """What the ranks of an elastic job tell the test, by files."""
+    """Files through which the ranks of an elastic job report to the test."""
 
     def __init__(self, path: str, *, fails: bool = False) -> None:
         self.path, self.fails = Path(path), fails

@@ -1,4 +1,4 @@
-"""What a rank was doing: in the warning of a stall, asked from outside, and when it is dead.
+"""The activity of a rank: in the warning of a stall, on request from outside, and after its death.
 
 Push tier, 10 s.
 """
@@ -63,7 +63,7 @@ def test_a_rank_that_others_wait_for_is_asked_what_it_is_doing(
     told = ask(capsys, files[1])
     assert f"rank 1 of 3, pid {pid} on host " in told
     assert "done       allreduce 'before'" in told
-    assert "in compute_instead" in told  # as it was asked the last time
+    assert "in compute_instead" in told  # from the last request
 
 
 ALONE = """

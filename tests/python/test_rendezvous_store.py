@@ -82,7 +82,7 @@ def is_closed(connection: socket.socket) -> bool:
             pass
     except ConnectionError:
         pass
-    return True  # or the deadline of the socket has raised
+    return True  # otherwise the socket's timeout raises
 
 
 HELLO = Hello("a job", 1, 2, "here", 77, "00" * 16)
@@ -234,7 +234,7 @@ def test_a_value_is_pushed_to_whoever_asked_before_and_kept_for_later(made: Call
     assert second.get("where") == "here"
     with pytest.raises(RendezvousError, match="no rank has set 'when'"):
         first.get("when", 0.01)
-    assert first.get("where") == "here"  # and the connection is as good as before
+    assert first.get("where") == "here"  # the connection still works
     first.done()
     second.done()
 
@@ -306,7 +306,7 @@ def test_who_was_too_late_meets_the_others_when_they_try_again(made: Callable[..
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(late.share, "late", DEADLINE_S)
         wait_until(lambda: bool(store._exchange._gathers))
-        assert not waits.done()  # what was given up counts no more
+        assert not waits.done()  # the abandoned call does not count
         assert early.share("again", DEADLINE_S) == waits.result() == ["again", "late"]
     early.done()
     late.done()
@@ -323,7 +323,7 @@ def test_a_wait_that_was_interrupted_can_be_repeated(made: Callable[..., Store])
             lambda: "repeated" in next(iter(store._exchange._gathers.values())).texts.values()
         )
         assert second.share("x", DEADLINE_S) == waits.result() == ["repeated", "x"]
-    # The answer comes before it is repeated, and half of it has been read.
+    # The answer comes before the call is repeated, and half of it has been read.
     waiting = first._ask("gather", "share 1", DEADLINE_S, text="y" * 30_000)
     assert second.share("z", DEADLINE_S) == ["y" * 30_000, "z"]
     first._next("share 1", waiting)
@@ -404,14 +404,14 @@ def test_a_store_that_ends_is_an_error_and_done_is_none(made: Callable[..., Stor
 def test_a_store_ends_while_members_come(
     made: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ):
-    # In Python 3.11 wait_for forgets that it was cancelled if its result comes at the same time.
+    # In Python 3.11, wait_for ignores a cancellation if its result comes at the same time.
     store = made(1)
     let_in = store._admit
 
     async def and_the_store_ends(*how: Any) -> Any:
         peer = await let_in(*how)
         threading.Thread(target=store.stop, name="ends").start()
-        time.sleep(0.3)  # of the loop: its next step is to cancel what this returns to
+        time.sleep(0.3)  # blocks the loop, whose next step cancels the caller
         return peer
 
     monkeypatch.setattr(store, "_admit", and_the_store_ends)
@@ -473,7 +473,7 @@ def test_a_forked_child_keeps_neither_the_port_nor_the_connections_of_a_store(
             os._exit(0)
         try:
             wait_until((tmp_path / "child").exists)
-            one.put("a", "b")  # nothing has happened to the parent's
+            one.put("a", "b")  # the parent's connection still works
             assert one.get("a") == "b"
             one.done()
             store.stop()
@@ -490,7 +490,7 @@ def test_an_address_that_says_nothing_holds_up_no_other(made: Callable[..., Stor
         hole = files.enter_context(socket.socket())
         hole.bind(("127.0.0.1", 0))
         hole.listen(0)
-        for _ in range(5):  # more than wait there: the kernel drops what comes now
+        for _ in range(5):  # fills the backlog: the kernel drops later connections
             each = files.enter_context(socket.socket())
             each.setblocking(False)
             each.connect_ex(hole.getsockname())
@@ -538,7 +538,7 @@ def test_a_wrong_secret_is_noticed_by_both_sides(made: Callable[..., Store]):
     with pytest.raises(RendezvousError, match="does not have the secret") as caught:
         member(store, 0, secret=b"z" * 32)
     assert not caught.value.refused
-    with raw(store) as liar:  # who does not look at the store's proof
+    with raw(store) as liar:  # does not check the store's proof
         liar.sendall(protocol.encode(HELLO.message()))
         theirs = read_frame(liar)
         wrong = protocol.proof(b"z" * 32, protocol.MEMBER, theirs["nonce"], HELLO)
@@ -578,7 +578,7 @@ def test_garbage_and_half_open_connections_disturb_no_member(made: Callable[...,
     chance = random.Random(500)
     for number, each in enumerate(intruders):
         if number % 2:
-            continue  # half open: never says a word
+            continue  # half open, sends nothing
         words = [chance.randbytes(50), b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x02{}", b"\xff" * 9,
                  (2**20).to_bytes(4, "big") + b"x" * 9000, b"\0\0"]  # fmt: skip
         with contextlib.suppress(OSError):  # closed already
@@ -652,7 +652,7 @@ def test_a_server_that_is_no_store_is_no_hang():
                 Member(address, secret=SECRET, job="a job", rank=0, size=1, timeout_s=DEADLINE_S)
         thread.join()
         began = time.monotonic()
-        with pytest.raises(RendezvousError, match=r"within 0\.3 s; .*: "):  # it only listens
+        with pytest.raises(RendezvousError, match=r"within 0\.3 s; .*: "):  # only listens
             Member(address, secret=SECRET, job="a job", rank=0, size=1, timeout_s=0.3)
         assert time.monotonic() - began < 4
 

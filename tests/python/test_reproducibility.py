@@ -1,7 +1,7 @@
-"""HORORING_REPRODUCIBLE=1: the same bits in every run, in whatever order gradients come.
+"""HORORING_REPRODUCIBLE=1: the same bits in every run, whatever the order of gradients.
 
-A run is an engine of its own: 20 of them one after the other, in each of which every rank submits
-in another order.
+A run has its own engine. There are 20 runs, one after the other, and every rank submits in another
+order in each of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tiers
 import hororing.numpy as hvd
 
 RUNS = 20
-# Small ones, which are fused, and some that take blocks, segments and other algorithms.
+# Small tensors, which are fused, and some that use blocks, segments and other algorithms.
 ELEMENTS = [*range(1, 40, 3), 1009, 20_011, 300_007]
 WAYS = {
     "shared memory": {},
@@ -28,7 +28,7 @@ WAYS = {
 
 
 def passed(rank: int, index: int, elements: int) -> np.ndarray:
-    # Of sizes so different that every order of summing gives other bits.
+    # The magnitudes differ so much that every order of summation gives other bits.
     random_values = np.random.default_rng([mpirun.seed(), rank, index])
     exponents = random_values.integers(-20, 20, elements)
     return np.ldexp(random_values.standard_normal(elements), exponents).astype(np.float32)
@@ -67,7 +67,7 @@ def test_20_runs_give_the_same_bits(way: str, size: int) -> None:
     job.check("case_20_runs_give_the_same_bits")
 
 
-# Where measured costs choose among algorithms, if they may.
+# Between hosts, measured costs would choose the algorithm.
 @pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
 @pytest.mark.parametrize("layout", tiers.choose(["1,1,1", "2,1,1"], push=["2,1,1"]))
 def test_20_runs_over_hosts_give_the_same_bits(layout: str) -> None:

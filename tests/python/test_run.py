@@ -1,4 +1,4 @@
-"""hororing.run: functions on ranks of a new job. Push tier, 10 s."""
+"""hororing.run: functions on the ranks of a new job. Push tier, 10 s."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ DEADLINE_S = 150.0
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are no ranks, whatever has started them."""
+    """Make the tests independent of the launcher that has started them."""
     monkeypatch.setattr(launch, "detect", lambda: launch.Launch())
 
 
 def script(text: str, *words: str) -> subprocess.Popen[str]:
-    """A program of its own, whose functions are those of `__main__`. Ctrl-C ends it."""
+    """Start a program whose functions are those of `__main__`. Ctrl-C ends it."""
     return subprocess.Popen(
         [sys.executable, "-c", text, *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # Shells let what they start in the background ignore it.
+        # Shells make background processes ignore SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ def test_results_come_in_the_order_of_ranks(capsys: pytest.CaptureFixture[str]):
     lines = sorted(capsys.readouterr().out.splitlines())
     assert lines == [f"[{rank}] rank {rank} says \N{SNOWMAN}" for rank in range(3)]
     secret = 41
-    assert hororing.run(lambda: secret + 1) == [42]  # one rank, and what it closes over
+    assert hororing.run(lambda: secret + 1) == [42]  # one rank, and a closure
 
 
 def test_results_may_be_large_and_print_goes_to_files(tmp_path: Path):
@@ -174,7 +174,7 @@ def raises_beside_a_thread() -> None:
 
 @tiers.full
 def test_a_thread_that_goes_on_hides_no_exception():
-    """6 s. Python waits for it at the end."""
+    """6 s. Python waits for the thread at the end."""
     with pytest.raises(RunError, match="with a thread") as caught:
         hororing.run(raises_beside_a_thread)
     assert isinstance(caught.value.__cause__, OwnError)
@@ -396,7 +396,7 @@ def cells() -> list[str]:
 @tiers.full
 def test_the_cells_of_a_notebook_run_in_a_process_with_an_event_loop():
     """6 s."""
-    # As a kernel runs them, but for IPython: in one namespace, while the loop runs.
+    # Like a kernel, except for IPython: in one namespace, while the loop runs.
     process = script(
         "import asyncio, json, sys\n"
         "async def kernel():\n"

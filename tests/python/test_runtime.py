@@ -1,4 +1,4 @@
-"""init, shutdown and the queries in a job of one process, without a launcher."""
+"""init, shutdown and queries in a job of one process, without a launcher."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_init_works_again_after_shutdown():
         assert runtime.size() == 1
         runtime.shutdown()
         assert not runtime.is_initialized()
-    runtime.shutdown()  # nothing to do, and no error
+    runtime.shutdown()  # has no effect, and raises no error
 
 
 def test_callbacks_run_at_every_init(monkeypatch: pytest.MonkeyPatch):
@@ -262,7 +262,7 @@ r.shutdown()
 ask()
 r.init()
 """
-    if wrapped:  # as libraries that report errors do
+    if wrapped:  # like libraries that report errors
         script += """
 def hook(*what, before=sys.excepthook):
     before(*what)
@@ -382,14 +382,14 @@ SRUN = {
             Launch("Slurm", 2, 8, 0),
             True,
         ),
-        # A step of one task in an allocation of eight.
+        # A step with one task in an allocation of eight.
         (
             {"PMIX_RANK": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},
             Launch("Slurm", 0, 1),
             False,
         ),
         ({"PMIX_RANK": "0"}, Launch("PMIx", 0), True),
-        # Inside of what others have started, mpirun counts.
+        # Inside jobs of other launchers, mpirun counts.
         ({**OPEN_MPI, **SRUN, **TORCHRUN}, Launch("Open MPI", 3, 4, 1, 2), True),
         # Processes that MPI does not connect.
         (TORCHRUN, Launch("torchrun", 3, 4, 1, 2, mpi=False), True),
@@ -412,7 +412,7 @@ SRUN = {
             Launch(KUBERNETES, 3, 4, mpi=False),
             True,
         ),
-        # One process, or nothing that tells of another.
+        # One process, or no sign of another.
         ({"WORLD_SIZE": "1", "RANK": "0"}, Launch(), False),
         ({"WORLD_SIZE": "", "RANK": "1"}, Launch(), False),
         ({"WORLD_SIZE": "all"}, Launch(), False),

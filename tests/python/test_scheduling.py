@@ -15,14 +15,14 @@ import hororing.numpy as hvd
 
 
 def compute(seconds: float) -> None:
-    """A backward pass of so long."""
+    """Compute for as long as a backward pass."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
 
 
 def gradients(step: int, names: list[str], rank: int) -> dict[str, np.ndarray]:
-    """Whole numbers, so that sums are exact in any order."""
+    """Return integers, whose sums are exact in any order."""
     draw = np.random.default_rng([mpirun.seed(), step, rank])
     return {
         name: draw.integers(-1000, 1000, 10 + 700 * i).astype(np.float32)
@@ -31,7 +31,7 @@ def gradients(step: int, names: list[str], rank: int) -> dict[str, np.ndarray]:
 
 
 def reduce_step(step: int, names: list[str]) -> None:
-    """One step, checked against NumPy; ranks submit in orders of their own."""
+    """Make a step, and check it against NumPy; every rank submits in its own order."""
     mine = gradients(step, names, hvd.rank())
     order = list(names)
     random.Random(step * 100 + hvd.rank()).shuffle(order)
@@ -55,7 +55,7 @@ def case_every_rule_gives_the_same_results():
     ):
         with engine(**knobs):
             for step in range(40):
-                # Now and then a tensor stays away, or another one comes.
+                # Sometimes a tensor is missing, or there is a new one.
                 missing = step % 13 == 12
                 more = ["more"] if step % 17 == 16 else []
                 reduce_step(step, names[: -1 if missing else None] + more)
@@ -119,13 +119,13 @@ def case_a_batch_costs_one_message_each_way_whatever_the_number_of_tensors():
             sent, received, batches = messages_and_batches() - before
             assert batches == 10
             assert sent == 10 * peers, (count, sent)
-            # Peers may be at their next call, now or before.
+            # Peers may already be in their next call.
             assert abs(received - 10 * peers) <= peers, (count, received)
             hvd.barrier()
 
 
 def reports_beyond_batches(count: int, pause: float, kind: str) -> tuple[float, int]:
-    """In a step of `count` tensors: a rank's reports less batches, and batches."""
+    """Return a rank's reports minus batches, and the batches, of a step of `count` tensors."""
     tensors = [np.ones(8, np.float32) for _ in range(count)]
     before = messages_and_batches()
     handles = []
@@ -141,8 +141,8 @@ def reports_beyond_batches(count: int, pause: float, kind: str) -> tuple[float, 
 
 
 def case_a_batch_costs_one_report_however_its_tensors_come():
-    """In a burst, or some at a time; one more for who waits in the end."""
-    # A rank that has lost its core for as long as others are silent does not count.
+    """In a burst or in parts; with one more report at the end for the waiting caller."""
+    # The median ignores steps in which a rank has lost its core.
     with engine(CYCLE_TIME_MS=4):
         for pause, kind in ((0.0, "burst"), (50e-6, "trickle")):
             steps = [reports_beyond_batches(400, pause, kind) for _ in range(10)][1:]

@@ -1,7 +1,7 @@
-"""benchmarks/simulate.py against closed forms and against figures that another program computed.
+"""benchmarks/simulate.py against closed forms, and against figures of another program.
 
-The fusion planner and the coordinator that it drives are the core's, from the module _testing,
-which `make test-cpp` builds.
+Fusion planner and coordinator are the core's, from the module _testing, which `make test-cpp`
+builds.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def test_hosts_that_are_not_full_are_refused():
 
 
 def exposed_ms(core: ModuleType, policy: str, model: str, alpha_s: float, beta: float) -> float:
-    """Communication after backward, which takes 200 ms, with free negotiation."""
+    """Return the communication after a backward pass of 200 ms, with free negotiation."""
     step = replay.step_of(shapes.MODELS[model](), 0.3, 4)
 
     def cost(nbytes: float) -> float:
@@ -119,8 +119,8 @@ def exposed_ms(core: ModuleType, policy: str, model: str, alpha_s: float, beta: 
     return 1e3 * (end - step.backward_s)
 
 
-# By a program of its own, written before this one (alpha and beta: 10 GbE with 16 nodes as fitted
-# by Shi and Chu; a ring of 1,024 with 15 us and 100 Gbit/s).
+# From a separate program, written before simulate.py (alpha and beta: 10 GbE with 16 nodes as
+# fitted by Shi and Chu; a ring of 1,024 with 15 us and 100 Gbit/s).
 @pytest.mark.parametrize(
     ("policy", "small", "large"),
     [
@@ -187,7 +187,7 @@ def test_what_a_host_reports_alike_travels_once(core):
     bursts = [[4096] * 100]
     flat = core.play_negotiation(16, bursts, 2)[1].report_bytes / 15
     combined = core.play_negotiation(16, bursts, 2, 8)[1].report_bytes
-    # Seven neighbours by themselves; one report of eight ranks, a byte each and a few around it.
+    # Seven separate reports of neighbours, and one report of eight ranks with a few bytes more.
     assert 7 * flat + flat < combined <= 7 * flat + flat + 8 + 5
 
 
@@ -232,7 +232,7 @@ def test_the_engine_fuses_what_is_ready_as_the_model_of_it_says(core, model, alp
     cost, agree = line(alpha_s, 0.5e-9), lambda tensors: 1e-4 + 1e-6 * tensors
     modelled = replay.efficiency("ready", core, step, cost, agree)
     played = engine_replay.efficiency(core, step, cost, agree)
-    # The model starts a batch for the first gradient alone; the engine waits a moment for more.
+    # The model starts a batch with only the first gradient; the engine briefly waits for more.
     assert modelled - 0.002 <= played <= modelled + 0.015
 
 

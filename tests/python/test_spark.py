@@ -1,4 +1,4 @@
-"""Ranks that are tasks of Spark, in a real Spark here. Full tier, 60 s; without it skipped."""
+"""Ranks as tasks of Spark, in a real local Spark. Full tier, 60 s; skipped without Spark."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_without_spark_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[Any]:
-    """A session with room for two tasks."""
+    """A session with resources for two tasks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYSPARK_PYTHON", sys.executable)
         patch.setenv("HORORING_STALL_WARNING_S", "33")
@@ -51,7 +51,7 @@ def spark() -> Iterator[Any]:
         session.stop()
 
 
-# What ranks do. They find this module by the driver's sys.path.
+# Functions of the ranks, which find this module by the driver's sys.path.
 
 
 def total(factor: float, *, offset: int) -> dict[str, Any]:
@@ -98,13 +98,13 @@ def test_results_come_in_the_order_of_ranks(spark: Any):
         assert (each["size"], each["local"], each["sum"]) == (2, (rank, 2), [6.0] * 3)
         told = each["variables"]
         assert told["OF_THIS_TEST"] == "7"
-        assert told["HORORING_STALL_WARNING_S"] == "33"  # this process has it
+        assert told["HORORING_STALL_WARNING_S"] == "33"  # inherited from this process
         assert told["HORORING_INTERFACE"] == "lo"
         secrets = [name for name in told if name.startswith("HORORING_SECRET")]
-        assert secrets == ["HORORING_SECRET_FD"]  # a number
+        assert secrets == ["HORORING_SECRET_FD"]  # a file descriptor
     again = hororing.spark.run(total, (1.0,), {"offset": 0})  # Spark's default parallelism
     assert len(again) == 2
-    # Spark keeps its processes; those of ranks are new.
+    # Spark reuses its processes, but those of ranks are new.
     assert not {each["pid"] for each in answers} & {each["pid"] for each in again}
 
 

@@ -1,7 +1,7 @@
-"""Jobs that torchrun, srun, Kubernetes and others start: where the ranks meet.
+"""Jobs that torchrun, srun, Kubernetes and others start: the rendezvous of their ranks.
 
 Push tier, 13 s: the variables, and one small job of each kind. Full tier, 4 minutes: every way to
-start, with 1, 2 and 4 ranks, and over hosts with networks of their own.
+start, with 1, 2 and 4 ranks, and over emulated hosts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hororing.rendezvous import files, offers, torch_store
 from hororing.rendezvous.client import Member, RendezvousError
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 200.0  # less than a test has
+LIMIT_S = 200.0  # shorter than the limit of a test
 SECRET = "a secret that all ranks know"
 SETTINGS = {"ALONE": False, "TIMEOUT_S": 30.0}
 
@@ -136,7 +136,7 @@ def test_where_ranks_meet(monkeypatch: pytest.MonkeyPatch):
     assert (told.rank, told.size) == (1, 4)
     assert told.place.rendezvous == "train-0.mesh.default.svc.cluster.local:29411"
     assert told.place.job == "train"
-    # A user's place is taken everywhere; with srun its jobs have a name already.
+    # A user's rendezvous works with every launcher; srun also gives the job a name.
     told = read({**SRUN, "HORORING_RENDEZVOUS": "file:///scratch"})
     assert told is not None
     assert (told.place.rendezvous, told.place.job) == ("file:///scratch", "slurm.77.0")
@@ -164,7 +164,7 @@ def test_torchrun_counts_before_what_has_started_it():
 
 
 # ---------------------------------------------------------------------------------------------
-# Meeting
+# Rendezvous
 
 
 def test_the_place_of_srun_that_cannot_be_used_is_an_error_with_the_way_out(tmp_path: Path):
@@ -190,7 +190,7 @@ def test_a_file_is_removed_when_all_are_there(tmp_path: Path):
 
 
 class Board:
-    """Where one start after the other leaves its offer, and old ones stay."""
+    """Keeps the offers of successive starts, even old ones."""
 
     def __init__(self) -> None:
         self.offer: offers.Offer | None = None
@@ -211,7 +211,7 @@ class Board:
 def test_a_rank_of_the_next_start_waits_until_rank_0_of_the_last_has_ended(ends: str):
     board = Board()
     zero, one = board.make(), board.accept()
-    getattr(one, ends)()  # as by the first of two programs, or by torchrun that restarts it
+    getattr(one, ends)()  # by the first of two programs, or by a restart of torchrun
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(board.accept)
         time.sleep(0.2)
@@ -256,7 +256,7 @@ def test_a_secret_of_the_users_is_not_left_anywhere():
 def test_torchs_store_that_says_nothing_is_an_error_in_time(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """As of an agent that is stopped. torch waits for it for ever."""
+    """The agent may be stopped; torch itself would wait forever."""
     monkeypatch.setattr(torch_store, "_ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listens:
         address = f"127.0.0.1:{listens.getsockname()[1]}"
@@ -289,7 +289,7 @@ def test_nothing_of_the_meeting_is_left_in_torchs_store(agent: bool):
 
 
 # ---------------------------------------------------------------------------------------------
-# Jobs. Every rank prints what it is, and the sum of all.
+# Jobs. Every rank prints its rank and the sum of all ranks.
 
 SCRIPT = """
 import json, os, sys
@@ -327,7 +327,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def plain() -> dict[str, str]:
-    """The environment without what launchers have set."""
+    """Return the environment without the variables of launchers."""
     sets = ("HORORING_", "OMPI_COMM", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_", "_HORORING_")
     kept = {name: text for name, text in os.environ.items() if not name.startswith(sets)}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -335,7 +335,7 @@ def plain() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Not one of those that the kernel gives to whoever asks for any, nor is the next."""
+    """Return a free port outside the kernel's range of ephemeral ports; the next is free, too."""
     while True:
         number = random.SystemRandom().randrange(20_000, 32_000)
         with contextlib.suppress(OSError):
@@ -346,7 +346,7 @@ def free_port() -> int:
 
 
 def outputs(processes: Sequence[Process]) -> str:
-    """What processes print that are started together; all must end with 0."""
+    """Start processes together; return their output. All must exit with 0."""
     started = [
         subprocess.Popen(
             ["timeout", "-k", "5", str(LIMIT_S), *command], env={**plain(), **variables},
@@ -361,7 +361,7 @@ def outputs(processes: Sequence[Process]) -> str:
 
 
 def check_ranks(text: str, size: int, per_host: int | None = None, starts_: int = 1) -> None:
-    """Every rank is there once in each start, and has the sum of all."""
+    """Fail unless every rank occurs once per start, with the sum of all."""
     found = sorted(
         (json.loads(line.partition("RANK ")[2]) for line in text.splitlines() if "RANK {" in line),
         key=lambda each: int(each["rank"]),
@@ -446,7 +446,7 @@ def torchrun_whose_rank_0_has_the_store(
 
 
 def torchrun_of_two_nodes(size: int, script: Sequence[str], folder: Path) -> list[Process]:
-    """On one machine; by torch's dynamic rendezvous."""
+    """Return two nodes on one machine, with torch's dynamic rendezvous."""
     if size == 1:
         return torchrun(size, script, folder)
     place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
@@ -455,7 +455,7 @@ def torchrun_of_two_nodes(size: int, script: Sequence[str], folder: Path) -> lis
 
 
 def torchrun_static(size: int, script: Sequence[str], folder: Path) -> list[Process]:
-    """Two nodes by their numbers."""
+    """Return two nodes with torch's static rendezvous."""
     nodes = min(size, 2)
     words = ["--nnodes", str(nodes), "--nproc-per-node", str(size // nodes)]
     words += ["--master-addr", "localhost", "--master-port", str(free_port())]
@@ -528,7 +528,7 @@ def test_torchrun_restarts_a_job(way: Callable[..., list[Process]], script: str,
 
 @tiers.full
 def test_pods_that_are_restarted_after_a_failure_are_a_new_job(script: str, tmp_path: Path):
-    """Rank 1's pod first, while rank 0's still ends by PeerLostError."""
+    """Rank 1's pod restarts first, while rank 0's still ends with PeerLostError."""
     lives = (
         f"TORCHELASTIC_RESTART_COUNT=0 {sys.executable} {script} fails; "
         f"[ $? != 0 ] && TORCHELASTIC_RESTART_COUNT=1 exec {sys.executable} {script} fails"
@@ -573,7 +573,7 @@ def test_srun(script: str, tmp_path: Path):
         for size in (1, 2, 4):
             command = [srun, "-n", str(size), "--overcommit", sys.executable, script]
             check_ranks(outputs([(command, variables)]), size)
-        # What srun offers and this MPI does not understand.
+        # A PMI of srun that this MPI does not support.
         wrong = [srun, "--mpi=pmi2", "-n", "2", "--overcommit", sys.executable, script]
         done = subprocess.run(
             ["timeout", str(LIMIT_S), *wrong], env={**plain(), **variables}, capture_output=True,
@@ -586,7 +586,7 @@ def test_srun(script: str, tmp_path: Path):
         check_ranks(outputs([(command, variables)]), 2)
 
 
-# What hosts.sh starts on the first host: what each host runs, and what each of its processes has.
+# hosts.sh starts this on the first host: a command for each host, with variables per process.
 ON_HOSTS = """#!/bin/bash
 on() {{ local host=$1; shift; "$PRTE_MCA_plm_ssh_agent" "$host" "env PYTHONPATH='{path}' $*"; }}
 {lines}
@@ -643,12 +643,12 @@ def test_over_hosts_with_networks_of_their_own(way: str, script: str, tmp_path: 
 @tiers.full
 @pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
 def test_pods_know_the_name_of_pod_0(script: str, tmp_path: Path):
-    """By their own names, as Kubernetes gives them: in /etc/hosts with the job's service."""
+    """Kubernetes puts a pod's own name into /etc/hosts, with the job's service."""
     (tmp_path / "secret").write_text(SECRET)
     processes = []
     for rank in range(2):
         hosts = tmp_path / f"hosts.{rank}"
-        # The other pod's by DNS.
+        # The other pod's name comes from DNS.
         hosts.write_text(
             "127.0.0.1 localhost\n"
             + "".join(

@@ -1,4 +1,4 @@
-"""Stochastic rounding in torch's operations, and the seeds and streams that ranks share."""
+"""Stochastic rounding in torch's operations; ranks share seeds and streams."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hororing.toolkit.large_batch.stochastic_rounding import rank_stream, shared
 from hororing.toolkit.torch.optim import round_into  # noqa: E402
 
 TYPES = ("float16", "bfloat16")
-SEED = 12345  # a constant: what is random here fails always or never
+SEED = 12345  # a constant, so that random tests always or never fail
 WHERE = {"seed": 2**60 + 5, "tensor": 3, "step": 2**33 + 1, "stream": 2}
 
 
 def rounded(values, dtype="bfloat16", **where):
-    """`values`, an array, as an array of `dtype`."""
+    """Return an array of `dtype` for the array `values`."""
     source = torch.from_numpy(values)
     result = torch.empty_like(source, dtype=getattr(torch, dtype))
     round_into(result, source, **where)
@@ -60,7 +60,7 @@ def test_the_mean_of_many_roundings_is_the_number(dtype):
     for value in oracle.VALUES:
         values = np.full(oracle.TIMES, value, np.float32)
         oracle.assert_mean(rounded(values, dtype, seed=SEED), value)
-    # Of one element over many steps, and over many tensors, as well.
+    # Also for one element over many steps, and over many tensors.
     for name in ("step", "tensor"):
         alone = np.full(1, 1.003, np.float32)
         every = [rounded(alone, dtype, seed=SEED, **{name: at}) for at in range(4000)]
@@ -68,7 +68,7 @@ def test_the_mean_of_many_roundings_is_the_number(dtype):
 
 
 def test_random_numbers_are_uniform_and_independent():
-    # Of the oracle, which is what torch computes.
+    # Tests the oracle's numbers, which torch computes, too.
     count = 2**17
     base = {"seed": 1, "tensor": 2, "step": 3, "stream": 0}
 
@@ -84,7 +84,7 @@ def test_random_numbers_are_uniform_and_independent():
     others += [np.roll(first, lag) for lag in (1, 2, 3, count // 2)]
     others += [numbers(step=step) for step in (4, 11, 3 + 4181)]
     for other in others:
-        # The correlation of so many independent pairs has this deviation.
+        # The deviation of the correlation of this many independent pairs.
         assert abs(np.corrcoef(first, other)[0, 1]) < 5 / np.sqrt(count)
 
 

@@ -1,4 +1,4 @@
-"""Stragglers on purpose: seeded, repeatable, by rank and host; what they do to a real job."""
+"""Injected stragglers: seeded, repeatable, by rank and host; and their effect on a real job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stragglers cost by arithmetic: against cases that can be done by hand, and as published."""
+"""The simulated cost of stragglers, against cases computed by hand and published figures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_delays_of_different_ranks_overlap_between_averages():
     assert replay(durations, {4: 4}) == 14
     assert replay(durations, {2: 2, 4: 4}) == 14
     assert replay(durations, {1: 2, 4: 4}) == 24
-    # Gradients in pairs make pairs as slow as their slower rank, every step.
+    # With gradients averaged in pairs, a pair is as slow as its slower rank in every step.
     assert replay(durations, {4: 4}, gradient_group=2) == 24
     assert replay(durations, {4: 4}, gradient_group=4) == 44
 
@@ -92,13 +92,13 @@ def test_the_published_shape_is_predicted():
                     if (c, h) == (case, in_host) and who.startswith("HSGD")]  # fmt: skip
             local = [found[case, f"local SGD {period}", in_host] for period in (2, 8)]
             assert 1 < local[0] < min(hsgd) < max(hsgd) < local[1]
-            # Which periods were published is not told; ours bracket, 25 % low at most.
+            # The published periods are unknown; ours are a bracket, at most 25 % too low.
             assert min(hsgd) < high
             assert max(hsgd) > 0.75 * low
     growth = [found[case, "HSGD {2: 8, 8: all}", True] for case in benchmark.CASES]
     assert growth == sorted(growth)
-    # Limits: stragglers everywhere, and one that is always the same (what is left of a speed-up
-    # there comes of averaging less).
+    # Limits: stragglers everywhere, and one that is always the same (the remaining speed-up comes
+    # from fewer averages).
     assert found["128 ranks, 30 % late", "HSGD {2: 8, 8: all}", True] < 1.05
     slow = found["128 ranks, one always late", "HSGD {2: 8, 8: all}", True]
     averaging = benchmark.cost_of_averaging(128) / benchmark.STEP_S / 2
@@ -114,7 +114,7 @@ def test_real_processes_come_near_the_replay_of_their_draws(tmp_path):
     report = json.loads((tmp_path / "stragglers-4.json").read_text())
     assert report["command"].startswith("mpirun -np 4 python benchmarks/stragglers.py")
     for row in report["rows"]:
-        assert row["ms"] >= 0.95 * row["ideal_ms"] > 0, row  # nobody can be faster
+        assert row["ms"] >= 0.95 * row["ideal_ms"] > 0, row  # no run can be faster
 
 
 def test_results_become_tables_and_plots(tmp_path):

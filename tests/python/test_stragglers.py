@@ -1,4 +1,4 @@
-"""Who is late: in timelines that are made up, and in real jobs with delays on purpose."""
+"""The diagnosis of stragglers: in synthetic timelines, and in real jobs with injected delays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TENSORS = ["conv", "dense", "bias"]
 
 
 def write(path: Path, hosts: list[str], events: list[tuple]) -> Path:
-    """A timeline of (rank, seconds, tensor, other arguments) of negotiations."""
+    """Write a timeline of negotiations: (rank, seconds, tensor, other arguments)."""
     records = [
         {"name": "process_name", "ph": "M", "pid": r + 1, "args": {"name": f"rank {r} ({h})"}}
         for r, h in enumerate(hosts)
@@ -37,7 +37,7 @@ def write(path: Path, hosts: list[str], events: list[tuple]) -> Path:
 
 
 def synchronous(delays: np.ndarray, step_s: float = 0.1) -> list[tuple]:
-    """Ranks that work `step_s` and what they are delayed, and wait for all in every step."""
+    """Return events of ranks that work for `step_s` plus a delay, and then wait for all."""
     events, now = [], 5.0
     for row in delays:
         arrivals = now + step_s + row
@@ -52,7 +52,7 @@ def test_of_the_last_part_of_a_timeline_what_all_ranks_have_counts(tmp_path):
     delays = np.zeros((41, 4))
     delays[:, 2] = 0.3
     events = synchronous(delays)
-    # Of rank 0 more is lost than of the others, and the newest events stand first.
+    # Rank 0 has lost more events than the others, and the newest events come first.
     kept = [e for i, e in enumerate(events) if i > 60 and (e[0] != 0 or i > 130)]
     path = write(tmp_path / "t", ["h"] * 4, kept[200:] + kept[:200])
     with pytest.raises(AssertionError):
@@ -70,7 +70,7 @@ def test_a_rank_that_is_always_late_is_persistent_and_what_it_costs_is_exact(tmp
     delays[:, 2] = 0.3
     found = diagnose(read_timeline(write(tmp_path / "t", ["h"] * 4, synchronous(delays))))
     assert (found.persistent, found.random, found.slow_hosts) == ([2], [], [])
-    assert found.steps == 40  # where the first one began is not known
+    assert found.steps == 40  # the begin of the first step is unknown
     late = found.ranks[2]
     assert (late.late_steps, late.late_share) == (40, 1.0)
     assert [late.behind_s, late.waited_for_s, late.waited_s] == pytest.approx([0.3, 36.0, 0.0])
@@ -91,7 +91,7 @@ def test_random_delays_are_random_and_predictions_are_the_replay_of_their_draws(
     assert (found.persistent, found.random) == ([], [0, 1, 2, 3])
     assert "late by chance: ranks 0, 1, 2 and 3. Local" in str(found)
     draws = 0.1 + delays[1:]
-    # Where more than half of the ranks are late at once, late is what is usual.
+    # If more than half of the ranks are late at once, being late is normal.
     told = delays[1:][np.count_nonzero(delays[1:], axis=1) <= 2]
     for rank in range(4):
         assert found.ranks[rank].late_steps == np.count_nonzero(told[:, rank])
@@ -132,7 +132,7 @@ def test_no_stragglers_are_no_stragglers(tmp_path):
 
 
 def test_sets_with_equal_names_are_apart_and_peers_of_a_late_rank_are_not_blamed(tmp_path):
-    # Pairs average in every step, all in every fourth; rank 3 is late by 0.2 s in every step.
+    # Pairs average in every step, all ranks in every fourth; rank 3 is always late by 0.2 s.
     events, clock = [], np.full(4, 1.0)
     for step in range(1, 41):
         clock += 0.1 + np.array([0, 0, 0, 0.2])
@@ -164,7 +164,7 @@ def test_the_timeline_of_a_killed_job_counts_as_far_as_it_goes(tmp_path):
     delays = np.zeros((30, 3))
     delays[:, 0] = 0.2
     events = synchronous(delays)
-    events = [event for event in events if event[0] != 2 or event[1] < 10]  # some did not arrive
+    events = [event for event in events if event[0] != 2 or event[1] < 10]  # some are missing
     found = diagnose(read_timeline(write(tmp_path / "t", ["h"] * 3, events)))
     assert found.persistent == [0]
     assert found.steps < 29
@@ -212,7 +212,7 @@ def test_the_report_ends_quietly_where_nobody_reads_it(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------
-# On real ranks. Delays are far above what a busy machine adds; what it adds may count as late.
+# Real ranks. The delays are far longer than those of a busy machine, which may also count as late.
 
 DELAY_S = 0.1
 
@@ -253,7 +253,7 @@ def case_random_delays_are_found_to_be_random():
     found = watch.diagnosis
     assert found.persistent == [], found
     for rank, count in enumerate(drawn):
-        # Half of the ranks late at once are not behind half of the ranks.
+        # If half of the ranks are late at once, they are not later than half of the ranks.
         assert found.ranks[rank].late_steps <= count + 5, (found, drawn)
     assert sum(rank.late_steps for rank in found.ranks) >= 0.6 * sum(drawn), (found, drawn)
 

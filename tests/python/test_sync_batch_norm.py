@@ -35,14 +35,14 @@ TAILS = [(), (5,), (2, 3), (2, 1, 3)]  # after (N, C)
 
 
 class WholeBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """The oracle: torch's batch normalisation, of inputs of any number of dimensions."""
+    """The oracle: torch's batch normalization, for inputs with any number of dimensions."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         pass
 
 
 def batches(rows: Sequence[int], tail: tuple[int, ...], *key: int) -> list[torch.Tensor]:
-    """One batch per rank, float64; means and scales differ between ranks and channels."""
+    """Return a float64 batch per rank; means and scales differ between ranks and channels."""
     rng = np.random.default_rng([mpirun.seed(), *key])
     scale = torch.arange(1, CHANNELS + 1).view(-1, *[1] * len(tail)).double()
     return [
@@ -56,7 +56,7 @@ def uneven_rows() -> list[int]:
 
 
 def pair(**options: Any) -> tuple[hvd.SyncBatchNorm, WholeBatchNorm]:
-    """A layer and its oracle, with equal parameters unlike 1 and 0."""
+    """Return a layer and its oracle, with equal parameters other than 1 and 0."""
     options = {"dtype": torch.float64, **options}
     layer = hvd.SyncBatchNorm(CHANNELS, **options)
     for name in ("group_size", "process_set"):
@@ -77,7 +77,7 @@ def close(actual: torch.Tensor | None, wanted: torch.Tensor | None, tolerance: f
 
 
 def weights_of(outputs: torch.Tensor) -> torch.Tensor:
-    """Gradients of the outputs: unlike in each element, equal for an element of equal value."""
+    """Return gradients of the outputs; they depend only on the value of an element."""
     return torch.cos(3 * outputs.detach())
 
 
@@ -89,9 +89,9 @@ def agree(
     members: Sequence[int] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Compare one training step, with all that it computes or changes, and return the output.
+    """Compare all results and effects of a training step; return the output.
 
-    `parts` are the members' batches, `whole` gets them joined.
+    `parts` are the members' batches; `whole` gets them joined.
     """
     members = range(hvd.size()) if members is None else members
     position = list(members).index(hvd.rank())
@@ -127,7 +127,7 @@ def close_buffers(layer: nn.Module, whole: nn.Module, tolerance: float = EXACT) 
 
 
 class Requests:
-    """Records the names of what is sent while it is active."""
+    """Records the names of requests while it is active."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -210,7 +210,7 @@ def case_layouts() -> None:
         output = agree(layer, whole, parts)
         if view is channels_last:
             assert output.is_contiguous(memory_format=torch.channels_last)
-    # The gradient that comes back may be expanded, as that of a sum.
+    # The incoming gradient may be an expanded tensor, as for a sum.
     layer, whole = pair()
     parts = batches(uneven_rows(), (4,), 2)
     joined, mine = torch.cat(parts).requires_grad_(), parts[rank].clone().requires_grad_()
@@ -221,15 +221,15 @@ def case_layouts() -> None:
 
 
 def case_float32_is_exact_far_from_zero() -> None:
-    # The variance is 1. Sums of squares would lose all its digits: 1e4^2 * 2^-24 is 6. At 1e6 the
-    # float32 nearest to the mean is up to 0.03 away from it, too.
+    # The variance is 1. Sums of squares would lose all its digits: 1e4^2 * 2^-24 is 6. At 1e6, the
+    # nearest float32 may also differ from the mean by 0.03.
     for offset in (1e3, 1e4, 1e6):
         parts = [(torch.randn(50, CHANNELS, 4, generator=torch.Generator().manual_seed(
             mpirun.seed() % 2**31 + rank)) + offset) for rank in range(hvd.size())]  # fmt: skip
         layer = hvd.SyncBatchNorm(CHANNELS, momentum=1.0)
         layer(parts[hvd.rank()])
         joined = torch.cat(parts).double()
-        if hvd.size() > 1:  # a single rank computes as torch does
+        if hvd.size() > 1:  # a single rank uses torch's computation
             close(layer.running_var, joined.var((0, 2)), 1e-6)
         close(layer.running_mean / offset, joined.mean((0, 2)) / offset, 1e-6)
 
@@ -410,7 +410,7 @@ def case_parts_that_need_no_gradient() -> None:
         getattr(layer, frozen).requires_grad_(False)
         agree_partly(layer, whole, parts)
         assert getattr(layer, frozen).grad is None
-    # Statistics of data: nothing is sent back, so one rank alone may go back.
+    # Without gradients of the input, nothing is sent, so one rank alone may run backward.
     layer, whole = pair()
     output = layer(parts[hvd.rank()])
     if hvd.rank() == 0:
@@ -421,7 +421,7 @@ def case_parts_that_need_no_gradient() -> None:
         wanted[: len(parts[0])].square().sum().backward()
         close(layer.weight.grad, whole.weight.grad, 1e-9)
         close(layer.bias.grad, whole.bias.grad, 1e-9)
-    # A forward pass that is not recorded updates running statistics.
+    # A forward pass without gradients updates running statistics, too.
     layer, whole = pair()
     with torch.no_grad():
         output = layer(parts[hvd.rank()].requires_grad_())
@@ -470,7 +470,7 @@ def case_recomputation() -> None:
 
 def case_recomputation_with_stored_statistics() -> None:
     if hvd.size() == 1:
-        return  # a layer alone stores nothing
+        return  # a single rank stores nothing
     part = batches([5] * hvd.size(), (), 15)[hvd.rank()]
     results = []
     for depth in range(3):
@@ -576,7 +576,7 @@ def case_gradients_equal_finite_differences() -> None:
 
 
 class Synchronized(nn.Module):
-    """Takes the path of several ranks, on one as well."""
+    """Uses the code of several ranks even on one."""
 
     def __init__(self, layer: hvd.SyncBatchNorm) -> None:
         super().__init__()
@@ -638,7 +638,7 @@ def case_convert() -> None:
     assert model["plain"][1].weight is None
     assert model["forgetful"].running_mean is None
     model.load_state_dict(state)
-    # A layer by itself, and one that is ours already.
+    # A layer alone, and one that is converted already.
     alone = nn.BatchNorm1d(CHANNELS)
     ours = hvd.SyncBatchNorm.convert_sync_batchnorm(alone)
     assert ours.weight is alone.weight
@@ -681,7 +681,7 @@ def case_copies_and_files() -> None:
 
 def case_compiled() -> None:
     if hvd.size() > 2:
-        return  # importing the compiler takes every rank seconds
+        return  # every rank needs seconds to import the compiler
     layer, whole = pair()
     model = nn.Sequential(nn.Identity(), layer, nn.Tanh())
     compiled = torch.compile(model, backend="eager")
@@ -758,7 +758,7 @@ def case_groups() -> None:
     layer = hvd.SyncBatchNorm.convert_sync_batchnorm(model, group_size=group_size)[0]
     assert f"group_size={group_size}" in repr(layer)
     layer(torch.randn(4, CHANNELS))
-    # In a group that has too few values, and only there.
+    # Only the group with too few values fails.
     if size > group_size:
         rows = 4 if hvd.rank() < group_size else 0
         if rows:
