@@ -1,4 +1,4 @@
-"""The conformance suite, by TensorFlow's adapter, eagerly and in functions. See conformance/."""
+"""The conformance suite with TensorFlow's adapter, eagerly and in functions. See conformance/."""
 
 from __future__ import annotations
 

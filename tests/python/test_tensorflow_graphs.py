@@ -1,7 +1,6 @@
 """What graphs do to collectives, and collectives to graphs: tf.function, XLA, failures, SavedModel.
 
-What the verbs compute is in conformance/, what tapes and optimizers do in
-test_tensorflow_training.py.
+conformance/ tests the results of the verbs, test_tensorflow_training.py tapes and optimizers.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ if "TEST_THREADS" in os.environ:
     tf.config.threading.set_inter_op_parallelism_threads(int(os.environ["TEST_THREADS"]))
 THREADS = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count()
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None  # `make test-tensorflow` has none
+HAS_TORCH = importlib.util.find_spec("torch") is not None  # not with `make test-tensorflow`
 
-# Beside the one that TensorFlow's files share. What takes long and depends on neither ranks nor
-# threads is not done again.
+# More jobs than the one that TensorFlow's files share. They skip slow tests that depend on neither
+# ranks nor threads.
 AGAIN = "TEST_AGAIN"
 JOBS = {
     "2 ranks, one thread, torch first": (
@@ -69,7 +68,7 @@ FIRST_JOB = AGAIN not in os.environ
 
 
 def submitted() -> int:
-    """How many requests this rank has submitted."""
+    """Return the number of requests that this rank has submitted."""
     stats = ffi.new("hr_stats *")
     lib.hr_stats_now(stats)
     return int(stats.submitted)
@@ -87,7 +86,7 @@ def total(tensor: Any, **options: Any) -> tf.Tensor:
 
 
 def of_all(value: Callable[[int], Any]) -> Any:
-    """The sum over all ranks of what each passes."""
+    """Return the sum of `value` over all ranks."""
     return sum(np.asarray(value(rank)) for rank in range(hvd.size()))
 
 
@@ -109,8 +108,8 @@ def case_start() -> None:
 
 
 def case_requests_are_in_flight_together_while_the_graph_goes_on() -> None:
-    # The last tensor of either rank is made only when the other one has been submitted, which
-    # another rank submits last: one after the other, or all at the end, neither would come.
+    # Each rank makes its last tensor only after its other one is in flight, and the ranks submit
+    # the two in opposite orders: requests one by one, or all at the end, would be a deadlock.
     if hvd.size() == 1 or THREADS == 1:
         return
     seen = []
@@ -146,7 +145,7 @@ def case_a_small_sum_in_eager_mode_needs_no_negotiation() -> None:
 def case_nothing_is_folded_pruned_or_merged() -> None:
     @tf.function
     def step(x: tf.Tensor) -> Any:
-        total(x)  # nobody uses it
+        total(x)  # the result is not used
         constant = total(tf.constant([1.0, 2.0]))
         total(tf.constant([1.0, 2.0]))
         twice = total(x), total(x), total(x, name="one"), total(x, name="one")
@@ -294,7 +293,7 @@ def case_threads() -> None:
 
 
 def independent(kind: str) -> list[tf.Tensor]:
-    """Many verbs that depend on nothing: executors run them in orders of their own."""
+    """Return many independent verbs, which executors run in any order."""
     numbers = [tf.fill([4], float(number)) for number in range(100)]
     if kind == "allgathers":
         return [hvd.allgather(x) for x in numbers]
@@ -484,7 +483,7 @@ def case_temporaries_become_results() -> None:
         peak_mib(16)
     except OSError:
         return  # containers may forbid it
-    # Once: TensorFlow keeps the memory for later.
+    # Only once, because TensorFlow keeps the memory.
     assert peak_mib(elements) < 1.5 * 64
 
 
@@ -506,7 +505,7 @@ def case_eager_calls_do_not_grow_memory() -> None:
 def case_a_graph_that_fails_with_requests_in_flight() -> None:
     @tf.function
     def step(x: tf.Tensor, fail: tf.Tensor) -> list[tf.Tensor]:
-        # As carry_out, but the graph fails when all has been submitted but nothing waited for.
+        # Like carry_out, but the graph fails between the submissions and the waits.
         token = plugin.operations.hororing_step()
         made = [
             Request(ALLREDUCE, f"part{i}", [tf.fill([1 << 18], x + float(i))]) for i in range(4)
@@ -524,7 +523,7 @@ def case_a_graph_that_fails_with_requests_in_flight() -> None:
         if i == 40:
             before = rss_mib()
         if i % 10 == 0 and i // 10 % max(2, hvd.size()) == hvd.rank():
-            time.sleep(0.005)  # now this rank is late, now that one
+            time.sleep(0.005)  # ranks are late in turn
         with requests_made(4), pytest.raises(tf.errors.InvalidArgumentError, match=r"as told"):
             step(one, tf.constant(True))
     assert rss_mib() - before < 160  # 160 times 4 MiB were dropped; TensorFlow keeps some errors
@@ -545,7 +544,7 @@ def case_errors_of_the_core_in_graphs() -> None:
                 step(tf.ones([2 + rank]))
             assert "rank 0: [2]; rank 1: [3]" in caught.value.message
             agree(step(tf.ones([2])), [size, size])
-            # In eager mode an error is ours, and TensorFlow's as well.
+            # In eager mode an error has both hororing's and TensorFlow's type.
             with pytest.raises(errors.MismatchError, match=r"'mismatched' .*rank 0: .2") as caught:
                 total(tf.ones([2 + rank]), name="mismatched")
             assert isinstance(caught.value, tf.errors.FailedPreconditionError)
@@ -588,7 +587,7 @@ def case_errors_of_the_core_in_graphs() -> None:
 
 
 def case_process_sets_and_ranks_may_change_under_a_graph() -> None:
-    # Rows of a reduce-scatter are counted when it runs, or they were written beyond its result.
+    # A reduce-scatter counts its rows when it runs; otherwise it would write beyond its result.
     rows = 600
 
     @tf.function(input_signature=[tf.TensorSpec([None, 64], tf.float64)])
@@ -621,7 +620,7 @@ def case_xla_is_refused_with_the_remedy() -> None:
         with pytest.raises(ValueError, match=r"XLA cannot compile .* use jit_compile=False"):
             function(tf.ones([2]))
     inner(tf.ones([2]))
-    # Traced before: the words are XLA's, but it quotes a name of ours.
+    # If the function was traced before, the text is XLA's, but quotes hororing's name.
     with pytest.raises(tf.errors.InvalidArgumentError, match="needs_jit_compile_False"):
         compiled(tf.ones([2]))
 
@@ -699,7 +698,7 @@ hvd.init()
 assert module.reduce(tf.constant([1.0, 1.0])).numpy().tolist() == [2, 3]
 assert module.rows(tf.ones([600, 64])).numpy().sum() == 600 * 64
 """
-        # Not a rank of this job.
+        # A process outside this job.
         environment = {
             key: value for key, value in os.environ.items()
             if not key.startswith(("OMPI_", "PMIX_", "PRTE_"))
@@ -842,7 +841,7 @@ print(problem().decode())
 
 
 def test_the_plugin_says_what_a_tensorflow_lacks(tmp_path: Path):
-    # Some other library by the name of TensorFlow's.
+    # Another library with the name of TensorFlow's.
     shutil.copy(
         plugin.LIBRARY.with_name("libhororing.so"), tmp_path / "libtensorflow_framework.so.2"
     )
@@ -864,7 +863,7 @@ def test_a_plugin_that_cannot_be_loaded_is_an_import_error(
         text = rf"TensorFlow {tf.__version__} does not load .* from {path} .*{reason}.* install"
         with pytest.raises(ImportError, match=text):
             plugin.load(path)
-    # A TensorFlow for which it registers nothing; nothing of hororing.tensorflow is there then.
+    # For this TensorFlow it registers nothing, so hororing.tensorflow cannot be imported.
     monkeypatch.setattr(tf, "load_op_library", lambda path: object())
     with pytest.raises(ImportError, match=r"libhororing_tensorflow.so .*Use TensorFlow 2.18"):
         importlib.reload(plugin)

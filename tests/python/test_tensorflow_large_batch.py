@@ -1,4 +1,4 @@
-"""Ranks that share a batch take the steps of one process with all of it, in tf.function.
+"""Ranks that share a batch take the same steps as one process with all of it, in tf.function.
 
 For model.fit: keras_cases.py, case_training_equals_one_process_with_the_large_batch.
 """
@@ -22,8 +22,8 @@ from sklearn.datasets import load_digits
 import hororing.tensorflow as hvd
 
 STEPS, BATCH = 20, 48
-PIECES = 3  # of a rank's part of a batch, where gradients are accumulated
-# Orders of summation differ: about 1e-16 per step, which training multiplies.
+PIECES = 3  # per rank and batch, if gradients are accumulated
+# Other orders of summation differ by about 1e-16 per step, and training amplifies this.
 RTOL = 1e-6
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "SGD": lambda: keras.optimizers.SGD(0.2, momentum=0.9),
@@ -33,7 +33,7 @@ Gradients = Callable[[Any, tf.Tensor, tf.Tensor], tuple[tf.Tensor, list[tf.Tenso
 
 
 def batches() -> tuple[np.ndarray, np.ndarray]:
-    """Digits as (step, image of the batch, ...)."""
+    """Return digits as (step, image of the batch, ...)."""
     digits = load_digits()
     chosen = np.random.default_rng(mpirun.seed()).permutation(1797)[: STEPS * BATCH]
     images = (digits.images[chosen] / 16).reshape(STEPS, BATCH, 8, 8, 1)
@@ -52,7 +52,7 @@ def network() -> keras.Model:
 def train(
     optimizer: Any, images: np.ndarray, labels: np.ndarray, gradients_of: Gradients
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The loss of every step, and the weights at the end."""
+    """Return the loss of every step, and the final weights."""
     model = network()
 
     @tf.function
@@ -88,7 +88,7 @@ def by_the_tape(**options: Any) -> Gradients:
 
 
 def accumulated(model: Any, images: tf.Tensor, labels: tf.Tensor) -> Any:
-    """Add up the gradients of pieces, then reduce the sums."""
+    """Sum the gradients of the pieces, then reduce the sums."""
     parts = [
         alone(model, *piece)
         for piece in zip(tf.split(images, PIECES), tf.split(labels, PIECES), strict=True)
@@ -113,7 +113,7 @@ def check(name: str, gradients_of: Gradients) -> None:
     np.testing.assert_allclose(losses, expected_losses, rtol=RTOL)
     for weight, wanted in zip(weights, expected_weights, strict=True):
         np.testing.assert_allclose(weight, wanted, rtol=RTOL, atol=1e-9)
-    # It learns, so equality means something. Draws end between 0.17 and 0.73.
+    # It learns, so equality is meaningful. Seeds end between 0.17 and 0.73.
     assert losses[-3:].mean() < 0.9 * losses[:3].mean()
 
 

@@ -34,7 +34,7 @@ Step = Callable[..., Any]
 def batches(
     rows: Sequence[int], tail: tuple[int, ...], *key: int, axis: int = -1
 ) -> list[np.ndarray]:
-    """One batch per rank; means and scales differ between ranks and channels."""
+    """Return a batch per rank; means and scales differ between ranks and channels."""
     rng = np.random.default_rng([mpirun.seed(), *key])
     scale = np.arange(1, CHANNELS + 1)
     parts = [
@@ -51,7 +51,7 @@ def uneven_rows() -> list[int]:
 def pair(
     shape: tuple[int | None, ...] = (None, CHANNELS), **options: Any
 ) -> tuple[hvd.SyncBatchNormalization, keras.layers.BatchNormalization]:
-    """A layer and its oracle, with equal weights unlike 1 and 0."""
+    """Return a layer and its oracle, with equal weights other than 1 and 0."""
     options = {"dtype": "float64", **options}
     layer = hvd.SyncBatchNormalization(**options)
     for name in ("group_size", "process_set", "name"):
@@ -69,7 +69,7 @@ def close(actual: Any, wanted: Any, tolerance: float = EXACT) -> None:
 
 
 def step(layer: Any, input: tf.Tensor, weights: tf.Tensor, mask: Any = None) -> Any:
-    """Output of a training step, and gradients of the input and of what is trained."""
+    """Return the output of a training step, and the gradients of the input and of the weights."""
     with tf.GradientTape() as tape:
         tape.watch(input)
         options = {} if mask is None else {"mask": mask}
@@ -79,7 +79,7 @@ def step(layer: Any, input: tf.Tensor, weights: tf.Tensor, mask: Any = None) -> 
 
 
 def in_graph(layer: Any, dimensions: int, axis: int = -1) -> Step:
-    """The same step as a graph that knows nothing of the shapes but the channels."""
+    """Return the same step as a graph that knows only the channels of the shapes."""
     shape: list[int | None] = [None] * dimensions
     shape[axis] = CHANNELS
     return tf.function(
@@ -102,9 +102,9 @@ def agree(
     process_set: ProcessSet = global_process_set,
     graph: Step | None = None,
 ) -> None:
-    """Compare one training step, with all that it computes or changes.
+    """Compare all results and effects of a training step.
 
-    `parts` are the members' batches, `whole` gets them joined. `graph`: of the step for `layer`.
+    `parts` are the members' batches; `whole` gets them joined. `graph` is the step of `layer`.
     """
     members = range(hvd.size()) if members is None else members
     position = list(members).index(hvd.rank())
@@ -137,7 +137,7 @@ def close_weights(layer: Any, whole: Any, tolerance: float = EXACT) -> None:
 
 @contextmanager
 def requests() -> Iterator[list[str]]:
-    """The names of what is sent, or put into a graph, meanwhile."""
+    """Yield the names of requests that are sent, or added to a graph, during the block."""
     names: list[str] = []
 
     def recording(sent: Any) -> Any:
@@ -201,14 +201,14 @@ def case_masks() -> None:
         for number in range(2):
             parts = batches(uneven_rows(), tail, 2, number, axis=axis)
             masks = [rng.random(part.shape[:-1]) < 0.6 for part in parts]
-            masks[number % len(masks)][...] = number == 1  # nothing of a rank, or all of it
+            masks[number % len(masks)][...] = number == 1  # masks nothing or everything of a rank
             masks[-1].flat[:2] = True
             if axis == 1:
                 masks[-1][:2] = True  # every channel has values
             for part, mask in zip(parts, masks, strict=True):
                 part[~mask] = 1e3
             agree(layer, whole, parts, masks=masks)
-    # Keras has moments of nothing where there is a mask.
+    # With a mask, Keras accepts batches without values.
     layer, whole = pair((None, 4, CHANNELS))
     parts = batches(uneven_rows(), (4,), 3)
     agree(layer, whole, parts, masks=[np.zeros(part.shape[:-1], bool) for part in parts])
@@ -233,7 +233,7 @@ def case_float32_is_exact_far_from_zero() -> None:
         joined = (rng.normal(size=(hvd.size(), 50, 4, CHANNELS)) + offset).astype(np.float32)
         layer = hvd.SyncBatchNormalization(momentum=0.0, dtype="float32")
         layer(joined[hvd.rank()], training=True)
-        if hvd.size() > 1:  # a single rank computes as Keras does
+        if hvd.size() > 1:  # a single rank uses Keras' computation
             joined = joined.astype(np.float64)
             close(layer.moving_variance, joined.var((0, 1, 2)), 1e-6)
             close(layer.moving_mean / offset, joined.mean((0, 1, 2)) / offset, 1e-6)
@@ -269,13 +269,13 @@ def case_some_batches_are_empty() -> None:
             others = [3 if rank == empty else 0 for rank in range(size)]
             agree(layer, whole, batches(one, tail, 7))
             agree(layer, whole, batches(others, tail, 8), graph=graph)
-    # One value is enough for Keras: its variance is 0.
+    # One value is enough for Keras, with a variance of 0.
     agree(*pair(), batches([1] + [0] * (size - 1), (), 10))
 
 
 def case_no_values_fail_on_every_rank() -> None:
     if hvd.size() == 1:
-        return  # the layer is Keras' own
+        return  # the layer is Keras' own here
     layer, whole = pair(name="few")
     graph = in_graph(layer, 2)
     nothing = tf.zeros((0, CHANNELS), tf.float64)
@@ -313,7 +313,7 @@ def case_one_request_per_pass_under_the_name_of_the_layer() -> None:
     layer, other = pair(name="mine")[0], pair(name="mine")[0]
     inner = keras.Sequential([keras.layers.Dense(CHANNELS), other])
     model = keras.Sequential([keras.Input((CHANNELS,)), layer, inner])
-    # Nothing is trained before the first layer.
+    # There are no weights before the first layer, so it has no backward request.
     eager = ["mine.forward", "mine.forward", "mine.backward"]
     input = tf.random.normal((4, CHANNELS), dtype=tf.float64)
 
@@ -379,7 +379,7 @@ def case_tapes_around_graphs() -> None:
     )  # fmt: skip
     gradients = []
     for input, call in ((part, forward), (joined, lambda input: whole(input, training=True))):
-        with tf.GradientTape() as outer:  # asks for nothing
+        with tf.GradientTape() as outer:  # computes no gradient
             outer.watch(input)
             with tf.GradientTape(persistent=True) as tape:
                 tape.watch(input)
@@ -391,7 +391,7 @@ def case_tapes_around_graphs() -> None:
 
 def case_no_second_order_gradients() -> None:
     if hvd.size() != 2:
-        return  # a layer alone is Keras' own
+        return  # a single rank uses Keras' own layer
     layer, _ = pair()
     forward = tf.function(lambda input: layer(input, training=True))
     input = tf.constant(batches(uneven_rows(), (), 16)[hvd.rank()])
@@ -566,7 +566,7 @@ def case_process_sets() -> None:
                 with pytest.raises(ValueError, match=f"rank {hvd.rank()} is not a member"):
                     layer(parts[0], training=True)
                 layer(parts[0])
-    # Layers that were described before the set was known, and after.
+    # Layers from configurations made before and after the registration of the set.
     for twin in (early, hvd.SyncBatchNormalization.from_config(layers[0][1].get_config())):
         if low.included():
             parts = [batches(uneven_rows(), (), 23)[rank] for rank in low.ranks]
@@ -603,7 +603,7 @@ def groups_of_some_ranks() -> None:
     agree_in_groups([0, 1, 3], 1, process_set=chosen)
     with pytest.raises(ValueError, match="group_size=2 does not divide the 3 ranks"):
         hvd.SyncBatchNormalization(process_set=chosen, group_size=2)
-    # In a group that has no values, and only there.
+    # Only the group without values fails.
     layer, _ = pair(group_size=2)
     if hvd.rank() < 2:
         layer(tf.ones((2, CHANNELS)), training=True)

@@ -1,6 +1,6 @@
 """Tapes, optimizers of TensorFlow 1, variables and objects, in eager mode and in tf.function.
 
-What the verbs do is in conformance/, what graphs do to them in test_tensorflow_graphs.py.
+conformance/ tests the results of the verbs, test_tensorflow_graphs.py tests them in graphs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHAPES = [(3, 4), (4,), (), (2, 1, 3)]
 
 
 def values(rank: int, position: int) -> np.ndarray:
-    """What `rank` computes as a gradient: small multiples of 1/4, so that no sum is rounded."""
+    """Return a gradient of `rank`: small multiples of 1/4, whose sums are exact."""
     rng = np.random.default_rng([mpirun.seed(), rank, position])
     return rng.integers(-40, 41, SHAPES[position]) / 4
 
@@ -36,7 +36,7 @@ def mean_of(position: int, ranks: Any = None) -> np.ndarray:
 
 
 def variables() -> list[tf.Variable]:
-    # Two of them have one name, as the layers of Keras 3 have.
+    # Several have the same name, as the layers of Keras 3 do.
     return [tf.Variable(np.zeros(shape), name="kernel") for shape in SHAPES]
 
 
@@ -46,7 +46,7 @@ def gradients_by(
     step: int = 0,
     **options: Any,
 ) -> list[Any]:
-    """The gradients of a loss that has `values` for its gradients."""
+    """Return the gradients of a loss whose local gradients are `values`."""
     mine = [tf.constant(values(hvd.rank(), at)) for at in range(len(sources))]
     with tf.GradientTape() as tape:
         loss = tf.add_n([tf.reduce_sum(v * x) for v, x in zip(sources, mine, strict=True)])
@@ -182,7 +182,7 @@ def case_a_wrapped_tape_shares_its_records() -> None:
     for _ in range(2):
         assert float(distributed.gradient(y, x)) == hvd.size() + 1
     assert float(tape.gradient(y, x)) == 2 * (hvd.rank() + 1)
-    # Around the block, too.
+    # It may also wrap the block.
     with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
         y = x * (hvd.rank() + 1.0)
     assert float(tape.gradient(y, x)) == (hvd.size() + 1) / 2
@@ -249,7 +249,7 @@ def case_local_layers_stay_here() -> None:
 
 def case_sets_reduce_among_themselves() -> None:
     if hvd.size() == 1:
-        return  # that set is there already
+        return  # that set exists already
     evens = hvd.add_process_set(range(0, hvd.size(), 2))
     sources = variables()
     reduced = gradients_by(
@@ -394,7 +394,7 @@ def case_verbs_in_forward_mode() -> None:
 
 
 def case_layers_may_have_other_numbers_on_each_rank() -> None:
-    # A rank that has loaded a model has made more layers than the others.
+    # A rank that has loaded a model has created more layers than the others.
     number = 10 * hvd.rank()
     layers = [tf.Variable([1.0 + number], name=f"dense_{number + at}/kernel") for at in range(3)]
     hvd.broadcast_variables(layers, root_rank=0)

@@ -1,4 +1,4 @@
-"""The timeline of whole jobs: what it shows, on one clock, and that it is always readable."""
+"""The timeline of whole jobs: its contents, its common clock, and that it is always readable."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GRADIENTS = [f"{2 * layer}.{kind}" for layer in range(LAYERS) for kind in ("weig
 
 @dataclasses.dataclass
 class Span:
-    """Times in nanoseconds: whole numbers, so that those which touch do not seem to cross."""
+    """Times are integers in nanoseconds, so that adjacent spans do not seem to overlap."""
 
     name: str
     tensor: str
@@ -70,7 +70,7 @@ class Timeline:
         }
 
     def spans(self, rank: int, name: str = "") -> list[Span]:
-        """The spans of a rank in the order of their begins; `name` may be a prefix."""
+        """Return the spans of a rank, ordered by begin; `name` may be a prefix."""
         found = []
         opened: dict[str, Span] = {}
         for event in self.events:
@@ -105,7 +105,7 @@ class Timeline:
 
 @functools.cache
 def trained(size: int) -> Timeline:
-    """The timeline of one training."""
+    """Return the timeline of a training."""
     pytest.importorskip("torch")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "timeline.json")
@@ -129,7 +129,7 @@ def test_every_rank_is_a_process_and_every_row_has_a_name(size: int):
     assert sorted(timeline.processes) == list(range(1, size + 1))
     for pid, name in timeline.processes.items():
         assert re.fullmatch(rf"rank {pid - 1} \(.+\)", name)
-    assert timeline.marks() == []  # nobody has asked for them
+    assert timeline.marks() == []  # they were not requested
     tids = {event["tid"]: event["pid"] for event in timeline.events}
     assert min(tids) >= 1
     used = {(event["pid"], event["tid"]) for event in timeline.events}
@@ -157,7 +157,7 @@ def test_events_have_what_the_format_asks_for(size: int):
 
 
 def gradients(timeline: Timeline, rank: int, stage: str) -> dict[str, list[Span]]:
-    """The spans of a stage by gradient. Parameters are broadcast under the same names first."""
+    """Return the spans of a stage by gradient, without the earlier broadcasts of parameters."""
     begin = timeline.spans(rank, "HOOK")[0].begin
     found: dict[str, list[Span]] = {}
     for span in timeline.spans(rank, stage):
@@ -182,13 +182,13 @@ def test_every_gradient_goes_through_every_stage_on_every_rank(size: int):
                 several = f"{tensors_in(batch)} tensors"
                 labels = {span.tensor for span in inside if span.name == stage}
                 assert labels <= {several if tensors_in(batch) > 1 else batch.tensor}
-                # Of a small batch a rank may have nothing to reduce.
+                # In a small batch, a rank may have nothing to reduce.
                 assert labels or batch.bytes < 4 * WIDTH * WIDTH, stage
             assert batch.tensor in completed
 
 
 def tensors_in(batch: Span) -> int:
-    """A batch lists its first tensors, and says how many there are more."""
+    """Return the number of tensors in a batch, whose name lists the first ones."""
     listed, _, more = batch.tensor.partition(" and ")
     names = listed.split(", ")
     assert set(names) <= set(GRADIENTS)
@@ -250,14 +250,14 @@ def test_the_engines_stages_lie_inside_their_batch(size: int):
 
 
 def test_all_ranks_are_on_one_clock(size: int):
-    """An allreduce ends nowhere before it has begun everywhere."""
+    """An allreduce ends on no rank before it has begun on all ranks."""
     timeline = trained(size)
     batches = [timeline.spans(rank, "ALLREDUCE") for rank in range(size)]
     assert len({tuple(span.tensor for span in each) for each in batches}) == 1
     for same in zip(*batches, strict=True):
         for one in same:
             assert all(one.overlaps(other) for other in same), same
-    # What comes before it on one rank cannot end after what comes after it on another.
+    # The first allreduce ends on every rank before the last one begins on any.
     first, last = (timeline.spans(0, "ALLREDUCE")[at] for at in (0, -1))
     for rank in range(size):
         mine = timeline.spans(rank, "ALLREDUCE")
@@ -267,7 +267,7 @@ def test_all_ranks_are_on_one_clock(size: int):
 
 
 def test_gradients_travel_while_backward_still_runs(size: int):
-    """Some batch of a step is reduced before the step's last gradient is there."""
+    """A batch of a step is reduced before the step's last gradient is ready."""
     timeline = trained(size)
     for rank in range(size):
         hooks = timeline.spans(rank, "HOOK")
@@ -279,7 +279,7 @@ def test_gradients_travel_while_backward_still_runs(size: int):
             for step in steps
             if any(step[0].begin < batch.begin < step[-1].begin for batch in batches)
         ]
-        # In nearly all steps; on a machine that is busy otherwise, in some.
+        # In nearly all steps; on a busy machine, in some.
         assert overlapping, f"rank {rank}: in no step"
 
 
@@ -309,7 +309,7 @@ def test_a_killed_job_leaves_a_whole_file(size: int, tmp_path: Path):
 
 
 def paths(*names: str) -> list[Path]:
-    """Files in a new folder, the same on every rank."""
+    """Return files in a new folder, the same on every rank."""
     folder = tempfile.mkdtemp() if hvd.rank() == 0 else ""
     return [Path(hvd.broadcast_object(folder, root_rank=0), name) for name in names]
 
@@ -319,7 +319,7 @@ def reduce(name: str) -> None:
 
 
 def seen(path: Path) -> list[set[str]]:
-    """What each rank has submitted, as the file tells."""
+    """Return the tensors that each rank has submitted according to the file."""
     timeline = Timeline(path)
     return [
         {tensor for tensor in timeline.tensors(rank, "SUBMIT") if tensor.startswith("t ")}
@@ -337,17 +337,17 @@ def case_before_init_there_is_no_timeline() -> None:
 def case_a_timeline_holds_what_is_between_start_and_stop() -> None:
     (path,) = paths("t.json")
     reduce("t before")
-    hvd.start_timeline(path)  # on all ranks; that of rank 0 counts
+    hvd.start_timeline(path)  # on all ranks; rank 0's call counts
     hvd.barrier()
     for name in ("t one", "t two"):
         reduce(name)
     hvd.barrier()
     hvd.stop_timeline()
     if hvd.rank() == 0:
-        # Complete as soon as it returns.
+        # The file is complete when stop_timeline returns.
         assert seen(path) == [{"t one", "t two"}] * hvd.size()
         assert Timeline(path).marks() == []
-    hvd.stop_timeline()  # nothing to do
+    hvd.stop_timeline()  # has no effect
     hvd.barrier()
     reduce("t after")
     if hvd.rank() == 0:
@@ -423,9 +423,9 @@ def case_the_timeline_is_about_the_steps_that_are_asked_for() -> None:
         for _ in range(8):
             reduce("t one")
             reduce("t two")
-            hvd.allreduce(np.ones(1))  # without a name: no matter
+            hvd.allreduce(np.ones(1))  # an unnamed call does not matter
         hvd.shutdown()
-        if path is some and path.exists():  # on rank 0, and where others see its files
+        if path is some and path.exists():  # on rank 0, and on ranks that see its files
             timeline = Timeline(path)
             for rank in sorted(pid - 1 for pid in timeline.processes):
                 counted = timeline.tensors(rank, "NEGOTIATE_ALLREDUCE")
@@ -453,13 +453,11 @@ def case_cycles_are_marked_when_asked_for() -> None:
 
 def case_a_long_timeline_keeps_its_last_part() -> None:
     (path,) = paths("t.json")
-    alone = hvd.size() == 1  # its events fit, and a recording of one rank has no collectives
+    alone = hvd.size() == 1  # its events fit, and it records no collectives
     begin_again(path, BYTES="600000")
     for step in range(600):
         hvd.allreduce(np.ones(1), name=f"t {step}")
-        time.sleep(
-            0.002
-        )  # ranks send their events five times a second: the file holds some of that
+        time.sleep(0.002)  # ranks send events five times a second
     hvd.barrier()
     hvd.shutdown()
     if path.exists() and not alone:

@@ -25,7 +25,7 @@ def open_or_skip(path: Path) -> Model:
 
 
 def sample(ranks: int, first_pid: int = 1) -> list[dict]:
-    """Records as csrc/trace/writer.cc writes them: ten allreduces on every rank."""
+    """Return records like those of csrc/trace/writer.cc: ten allreduces on every rank."""
     records: list[dict] = []
     for rank in range(ranks):
         pid, tid = rank + first_pid, 16 * rank + first_pid
@@ -77,7 +77,7 @@ def sample(ranks: int, first_pid: int = 1) -> list[dict]:
             }
             records.append({**pair, "ph": "b", "ts": at + 2, "args": args})
             records.append({**pair, "ph": "e", "ts": at + 1200})
-            # Inner spans before the outer one, as they end; PACK begins with ALLREDUCE.
+            # Inner spans come before the outer one, which ends later; PACK begins with ALLREDUCE.
             span("PACK", tid + 1, at + 300, 100)
             span("REDUCE", tid + 1, at + 400, 100)
             span("UNPACK", tid + 1, at + 500, 100)
@@ -118,7 +118,7 @@ def test_viewer_shows_every_rank_row_and_span(tmp_path: Path) -> None:
 
 
 def test_viewer_complains_about_a_broken_timeline(tmp_path: Path) -> None:
-    """The check can fail: an end without a begin is an import warning."""
+    """This shows that the check can fail: an end without a begin causes an import warning."""
     path = tmp_path / "timeline.json"
     records = sample(1)
     records.append({"name": "PACK", "ph": "E", "pid": 1, "tid": 2, "ts": 0.5})

@@ -1,8 +1,7 @@
-"""DistributedOptimizer with op=Adasum does what its paper says, which is computed here anew.
+"""DistributedOptimizer with op=Adasum does what its paper says; the oracle is in this file.
 
-Every rank knows the whole batch and keeps a twin of the model and of the plain optimizer for each
-rank: the twins step with the shares of their ranks, and what they have changed is combined by
-`adasum` below.
+Every rank knows the whole batch, and keeps a twin of the model and of the plain optimizer for each
+rank. The twins step with the shares of their ranks, and `adasum` below combines their changes.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from hororing.arguments import Adasum
 from hororing.errors import MismatchError
 from hororing.runtime import size
 
-# Sums of products in another order, which optimizers that divide by small differences amplify.
+# Sums of products are in another order. Optimizers that divide by small differences amplify this.
 TOLERANCE = 1e-7
-Loss = Callable[..., torch.Tensor]  # of a rank with its twin; and of which pass
+Loss = Callable[..., torch.Tensor]  # takes a model, a rank and, optionally, a pass
 
 
 def adasum(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """DistributedOptimizer(groups="auto"): all ranks find the same groups in the same step, or none.
 
-Whether a plan is the best one: test_bucket_planning.py. Results are compared with those of an
-optimizer without groups; on one host they are the same bits.
+test_bucket_planning.py tests the plans. Results are compared with those of an optimizer without
+groups; on one host they have the same bits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FOUND_AFTER = SKIPPED + MEASURED  # steps
 
 @contextlib.contextmanager
 def cost(alpha_s: float = 1.0, beta_s_per_byte: float = 0.0) -> Iterator[None]:
-    """What messages seem to cost; by default so much that one bucket is best."""
+    """Set the measured cost of messages; by default it is so high that one bucket is best."""
     told = Cost(alpha_s, beta_s_per_byte)
     with mock.patch.object(auto_groups, "fit_cost", return_value=told):
         yield
@@ -81,14 +81,14 @@ def case_start() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# What is found
+# The groups that are found
 
 
 READY_MS = [0, 2, 4, 30, 32, 34]
 
 
 def six() -> list[nn.Parameter]:
-    """Parameters whose gradients are ready by a clock of their own: each late on one rank only."""
+    """Return parameters whose gradients are ready by a fake clock; each is late on one rank."""
     params = [nn.Parameter(torch.full((8,), float(i))) for i in range(6)]
     for i, ready_ms in enumerate(READY_MS):
         here_ms = ready_ms if i % hvd.size() == hvd.rank() else ready_ms / 2
@@ -107,7 +107,7 @@ def case_the_best_groups_of_a_known_step_are_found_on_all_ranks() -> None:
     params = six()
     named = [(f"known.{i}", param) for i, param in enumerate(params)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1), named, groups="auto")
-    last = nn.Parameter(torch.zeros(1))  # its gradient is the last one
+    last = nn.Parameter(torch.zeros(1))  # its gradient comes last
     last.register_post_accumulate_grad_hook(
         lambda _: sent.append([bool(group.handle) for group in optimizer._reducer._groups])
     )
@@ -137,7 +137,7 @@ def case_the_best_groups_of_a_known_step_are_found_on_all_ranks() -> None:
         "before_s": pytest.approx(53e-3),  # test_bucket_planning.py
         "after_s": pytest.approx(47e-3),
     }
-    # Nothing is measured any more, and what is gone is not shown.
+    # Measuring has stopped, and a deleted optimizer is not shown.
     assert all(len(param._post_accumulate_grad_hooks) == 2 for param in params)  # ours, tick
     optimizer = None
     gc.collect()
@@ -167,7 +167,7 @@ def case_groups_need_a_gain() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# It changes no result, and goes with the rest
+# It changes no result, and works with other features
 
 
 def case_no_option_changes_a_bit() -> None:
@@ -269,7 +269,7 @@ WORDS = 4
 
 
 class Branches(nn.Module):
-    """Two parts that only some ranks use, one that nobody does, and a sparse one."""
+    """A model with two parts that only some ranks use, an unused one, and a sparse one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ def case_parameters_may_be_added_and_frozen() -> None:
         for step, (inputs, targets) in enumerate(batches(14)):
             if step == added_at:
                 optimizer.add_param_group({"params": list(late.parameters())})
-            if step == 12:  # one of the group
+            if step == 12:  # a parameter of the group
                 model[0].weight.requires_grad_(False)
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(late(model(share(inputs))), share(targets))
@@ -352,7 +352,7 @@ def case_a_copy_measures_anew() -> None:
         assert second._groups is None
         step_often(twin, second)
         assert second._groups
-        step_often(model, optimizer)  # both go on
+        step_often(model, optimizer)  # both still work
     assert isinstance(second._reducer, AutoReducer)
 
 
@@ -361,11 +361,11 @@ def case_only_the_ranks_of_a_process_set_agree() -> None:
     hvd.shutdown()
     alone, pair = hvd.ProcessSet([0]), hvd.ProcessSet([size - 2, size - 1])
     hvd.init(process_sets=[alone] if size == 2 else [alone, pair])
-    if size == 2:  # there is a set of all ranks already
+    if size == 2:  # a set of all ranks exists already
         pair = hvd.global_process_set
     if pair.included():
         assert assert_changes_no_bit(process_set=pair) == [everything(network())]
-    if alone.included():  # reduces with nobody: nothing is measured
+    if alone.included():  # a single rank measures nothing
         assert assert_changes_no_bit(process_set=alone) == []
         assert hvd.statistics()["groups"] == {}
     hvd.barrier()
@@ -374,11 +374,11 @@ def case_only_the_ranks_of_a_process_set_agree() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Ranks that are not in step
+# Ranks out of step
 
 
 def case_ranks_may_join_while_others_measure() -> None:
-    # How many batches rank 0 and the others have in an epoch: more than is measured, or less.
+    # The batches of rank 0 and of the others per epoch: more or fewer than the measured steps.
     epochs = [(3, 12), (0, 2), (10, 4), (2, 5)]
     found_after = []
 
@@ -390,14 +390,14 @@ def case_ranks_may_join_while_others_measure() -> None:
             found_after.append(optimizer._groups is not None)
 
     assert assert_changes_no_bit(train) == [everything(network())]
-    # Rank 0 has its seventh step in the third epoch, while the others have their last there.
+    # Rank 0 makes its seventh step in the third epoch, in which the others make their last one.
     assert found_after == [False, False, True, True]
 
 
 def case_an_interrupt_anywhere_is_taken_up_by_the_next_call() -> None:
     lines = 0
     with mock.patch.multiple(auto_groups, SKIPPED=0, MEASURED=1, REPEATS=1), cost():
-        for at in range(2, 200):  # before its first line the call has not begun
+        for at in range(2, 200):  # before line 1, the call has not begun
             params = [nn.Parameter(torch.zeros(3)) for _ in range(4)]
             named = [(f"again.{at}.{i}", param) for i, param in enumerate(params)]
             optimizer = hvd.DistributedOptimizer(
@@ -419,7 +419,7 @@ def case_an_interrupt_anywhere_is_taken_up_by_the_next_call() -> None:
                         dropped = True
                 if not dropped:
                     optimizer.synchronize()
-                if step == 0:  # the others are not in a vote that this rank has left
+                if step == 0:  # waits until all have left the vote
                     go_on = hvd.broadcast_object(again, name=f"again.{at}")
                 for param in params:
                     assert (param.grad is None) == dropped
@@ -435,7 +435,7 @@ def case_an_interrupt_anywhere_is_taken_up_by_the_next_call() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# What is seen of it
+# Its visible effects
 
 
 def case_the_timeline_shows_when_groups_are_formed() -> None:

@@ -1,4 +1,4 @@
-"""Gradients are reduced when backward() returns: loops that touch them before step(), unchanged.
+"""Gradients are reduced when backward() returns, so loops may use them before step().
 
 Each loop trains on N ranks and, with a twin of its model, in one process on the whole batch.
 """
@@ -34,7 +34,7 @@ from torch_training import (
 import hororing.torch as hvd
 from hororing.torch import DuplicateNameError, MismatchError
 
-Part = Callable[[torch.Tensor], torch.Tensor]  # of a batch
+Part = Callable[[torch.Tensor], torch.Tensor]  # returns a part of a batch
 Loop = Callable[[nn.Module, list[torch.optim.Optimizer], Part], None]
 
 
@@ -52,7 +52,7 @@ def as_it_is(batch: torch.Tensor) -> torch.Tensor:
 
 
 def assert_as_alone(model: nn.Module, loop: Loop, make: Callable = sgd, **options) -> None:
-    """`loop` gets a model, an optimizer for each of its children, and what cuts out a part."""
+    """Compare `loop` with one process. It takes a model, an optimizer per child, and a `Part`."""
     twin = copy.deepcopy(model)
     optimizers = [
         distributed(child, make, f"{name}.", **options) for name, child in model.named_children()
@@ -68,11 +68,11 @@ def assert_as_alone(model: nn.Module, loop: Loop, make: Callable = sgd, **option
 
 
 # ---------------------------------------------------------------------------------------------
-# Loops as they are written for one process
+# Loops written for one process
 
 
 def case_gan() -> None:
-    """The loop of PyTorch's DCGAN example: two passes for one step, and one through both nets."""
+    """The loop of PyTorch's DCGAN example: two passes per step, and a pass through both models."""
 
     def loop(model: nn.Module, optimizers: list[torch.optim.Optimizer], part: Part) -> None:
         judge, maker = model["judge"], model["maker"]
@@ -112,7 +112,7 @@ def case_clipping_and_norms() -> None:
 
 
 def case_a_trainer_that_accumulates() -> None:
-    """Four backward passes for a step, which the optimizer has not been told of; then clipping."""
+    """Four backward passes per step, unknown to the optimizer; then clipping."""
 
     def loop(model: nn.Module, optimizers: list[torch.optim.Optimizer], part: Part) -> None:
         (optimizer,) = optimizers
@@ -157,7 +157,7 @@ def case_a_scaler_that_accumulates() -> None:
 
 
 def case_a_gradient_penalty() -> None:
-    """torch.autograd.grad runs no hooks; what it computes is differentiated again."""
+    """torch.autograd.grad runs no hooks, and its result is differentiated again."""
 
     def loop(model: nn.Module, optimizers: list[torch.optim.Optimizer], part: Part) -> None:
         for inputs, targets in batches(3):
@@ -176,11 +176,11 @@ def case_a_gradient_penalty() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Where a backward pass ends
+# The end of a backward pass
 
 
 def case_reentrant_checkpoints_that_share_a_layer() -> None:
-    """The layer's gradient comes once from each; there is a layer around them, or none."""
+    """Each checkpoint produces the layer's gradient once, with or without a layer around them."""
 
     class Twice(nn.Module):
         def __init__(self, around: bool, reentrant: bool) -> None:
@@ -218,7 +218,7 @@ PASSES = "backward_passes_per_step"
 def case_a_gradient_that_begins_to_come_twice_is_named() -> None:
     if hvd.size() == 1:
         return
-    layer = nn.Linear(300, 300)  # so large that it is sent at once
+    layer = nn.Linear(300, 300)  # so large that it is sent immediately
     optimizer = distributed(layer)
 
     def backward(times: int) -> torch.Tensor:
@@ -258,7 +258,7 @@ def case_passes_of_several_threads_are_counted() -> None:
 
     def backward(part: nn.Module, width: int) -> None:
         x = torch.ones(2, width, requires_grad=True) * 1.0
-        x.register_hook(meet)  # both are in backward
+        x.register_hook(meet)  # both threads are in backward
         try:
             part(x).sum().backward()
         except AssertionError as error:
@@ -301,7 +301,7 @@ def case_sums_are_not_summed_again() -> None:
 
 
 def case_adasum_in_a_gan() -> None:
-    """What the error advises: counting passes, and zero_grad() of the optimizer."""
+    """The loop follows the error's advice: counted passes, and zero_grad() of the optimizer."""
     if hvd.size() != 2:
         return
     judge, maker = network(), nn.Linear(5, 5)
@@ -319,7 +319,7 @@ def case_adasum_in_a_gan() -> None:
 
 
 def case_ranks_that_go_backward_through_other_networks_meet_in_steps() -> None:
-    """Each pass sends what it has of all optimizers before it waits for one of them."""
+    """Each pass sends its gradients of all optimizers before it waits for any of them."""
     for alone in range(2):
         models = nn.ModuleList(network() for _ in range(2))
         twins = copy.deepcopy(models)
@@ -355,7 +355,7 @@ def case_a_rank_without_a_batch_need_not_go_backward() -> None:
         if hvd.rank() != turn % hvd.size() or hvd.size() == 1:
             squares(model, share(inputs), share(targets)).backward()
         else:
-            optimizer.synchronize()  # before it looks at gradients
+            optimizer.synchronize()  # before it uses gradients
         assert_same_gradients(model, twin)
         with optimizer.skip_synchronize():
             optimizer.step() if turn % 2 else optimizer.step(lambda: 1.0)
@@ -399,7 +399,7 @@ def case_a_backward_pass_that_fails_is_told_of_and_can_be_made_good() -> None:
                     text = r"gradients, '.*optimizer\.synchronize"
                     with pytest.raises(AssertionError, match=text):
                         call()
-                # Others are in backward(), and wait for this.
+                # The others wait for this rank in backward().
                 if spoils:
                     with pytest.raises(AssertionError, match="was changed while it was being"):
                         recover()
@@ -462,7 +462,7 @@ def case_names_of_two_optimizers_that_meet_are_an_error_that_tells_of_them() -> 
     if hvd.size() == 1:
         return
     hvd.shutdown()
-    with engine(CYCLE_TIME_MS=400):  # what is sent stays in flight until the pass is over
+    with engine(CYCLE_TIME_MS=400):  # keeps requests in flight until the end of the pass
         models = [network(), network()]
         optimizers = [distributed(model) for model in models]
         with pytest.raises(DuplicateNameError, match=r"(?s)two optimizers.*named_parameters"):
@@ -481,7 +481,7 @@ def case_the_newest_of_two_optimizers_reduces_what_they_share() -> None:
     for op in (hvd.Average, hvd.Sum):
         model = network()
         twin = copy.deepcopy(model)
-        old = distributed(model, op=op)  # nobody steps it any more, but it is there
+        old = distributed(model, op=op)  # unused, but still alive
         new = distributed(model[2:], plain_sgd, op=op)
         plain = plain_sgd(twin[2:].parameters())
         for inputs, targets in batches(3):
@@ -503,7 +503,7 @@ def case_the_newest_of_two_optimizers_reduces_what_they_share() -> None:
 
 
 def case_two_optimizers_that_share_take_turns() -> None:
-    """The older one steps with what the newer one reduces, on ranks without a gradient as well."""
+    """The older one steps with the newer one's results, even on ranks without a gradient."""
     body, heads = nn.Linear(5, 4), [nn.Linear(4, 3), nn.Linear(4, 3)]
     twins = copy.deepcopy([body, *heads])
 

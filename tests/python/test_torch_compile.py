@@ -1,7 +1,7 @@
 """torch.compile of functions that call verbs, and of a model with a distributed optimizer.
 
-Verbs interrupt graphs. What counts: every call happens, once, in its order, under its name, also
-where some ranks compile and others do not.
+Verbs break graphs. Every call must happen once, in its order, and under its name, even if only some
+ranks compile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BACKENDS = ["eager", "aot_eager"]
 
 def every_verb(x: Any, w: Any) -> Any:
     size = hvd.size()
-    hvd.allreduce(x)  # nobody uses the result
+    hvd.allreduce(x)  # the result is not used
     first = hvd.allreduce(x * w, op=hvd.Sum, prescale_factor=0.5)
     hvd.allreduce(x * w, op=hvd.Sum, prescale_factor=0.5)  # the same again
     second, third = hvd.grouped_allreduce([x, w * 2], name="group", op=hvd.Sum)
@@ -56,7 +56,7 @@ def run(function: Callable[[Any, Any], Any], rows: int) -> list[torch.Tensor]:
 
 
 def counts() -> dict[tuple[str, int], int]:
-    """How many unnamed calls there were."""
+    """Return the numbers of unnamed calls so far."""
     return dict(names.counts)
 
 
@@ -150,7 +150,7 @@ def case_a_model_and_a_whole_step() -> None:
 
 
 class Layers(torch.nn.Module):
-    """1 MiB each, as the buckets; of a class of ours, since torch leaves its own alone."""
+    """Layers of 1 MiB, like the buckets. torch does not split modules of its own classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def case_ddp_is_compiled_in_parts_and_buckets_travel_between_them() -> None:
     )
     compiled = torch.compile(ddp[0], backend=backend)
     x = torch.full((2, 512), 0.1 * (hvd.rank() + 1))
-    for _ in range(3):  # DDP agrees on its buckets in the second
+    for _ in range(3):  # DDP agrees on its buckets in the second one
         events.clear()
         for each, call in ((ddp[0], compiled), (ddp[1], ddp[1])):
             each.zero_grad()

@@ -1,7 +1,7 @@
 """DistributedOptimizer with compressors that keep errors, against NumPy references.
 
-Losses are sums of parameter times constant, so gradients are what a case asks for. All ranks know
-those of all ranks.
+A loss is the sum of parameters times constants, so cases choose the gradients. Every rank knows the
+gradients of all ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def parameters(dtype: torch.dtype = torch.float64) -> list[tuple[str, nn.Paramet
 
 
 def gradients(step: int, dtype: torch.dtype = torch.float64) -> list[list[torch.Tensor]]:
-    """By rank."""
+    """Return gradients by rank."""
     made = torch.Generator().manual_seed(mpirun.seed() + step)
     return [
         [torch.randn(shape, dtype=dtype, generator=made) * 10.0 ** (at - 2) for at, shape in
@@ -51,7 +51,7 @@ def backward(named: list[tuple[str, nn.Parameter]], values: list[torch.Tensor]) 
 
 
 def flat(tensors: list[torch.Tensor]) -> np.ndarray:
-    """As a bucket has them: from the last one to the first."""
+    """Return the tensors flat, in the order of a bucket: from the last one to the first."""
     return torch.cat([t.reshape(-1) for t in reversed(tensors) if t.numel() > 1000]).numpy()
 
 
@@ -83,7 +83,7 @@ def assert_as_reference(method, reference, tolerance: float = 1e-9, **options) -
         assert_equal_on_all_ranks(*grads)
 
 
-# Of the bucket, from its first gradient to its last one.
+# The sizes of the gradients in the bucket, in its order.
 SIZES = [size for shape in reversed(SHAPES) if (size := int(np.prod(shape))) > 1000]
 
 
@@ -149,7 +149,7 @@ def case_what_is_not_sent_is_kept():
 
 
 def weights(step: int) -> list[float]:
-    """By rank; some are 0."""
+    """Return weights by rank; some are 0."""
     made = np.random.default_rng([mpirun.seed(), step])
     return made.integers(0, 3, hvd.size()) * made.choice([0.1, 7, 8e307]) + (
         np.arange(hvd.size()) == step % hvd.size()
@@ -157,7 +157,7 @@ def weights(step: int) -> list[float]:
 
 
 def weighted_gradients(step: int) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
-    """Gradients by rank, not-a-number where the weight is 0, and their weighted mean."""
+    """Return gradients by rank, NaN if the weight is 0, and their weighted mean."""
     given, shares = gradients(step), np.array(weights(step))
     shares = shares / shares.max() / (shares / shares.max()).sum()
     mean = [
@@ -296,7 +296,7 @@ def case_it_trains_with_passes_and_groups():
 def case_scaled_gradients_and_steps_that_are_skipped():
     for method in METHODS:
         plain, _ = trained(method)
-        # Powers of two: nothing is rounded otherwise. It doubles after each step.
+        # Powers of two change no rounding. The scale doubles after each step.
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
         scaled, _ = trained(method, scaler=scaler)
         if hvd.size() > 1:
@@ -404,19 +404,19 @@ def case_it_begins_anew_with_a_new_engine():
 
 
 def kinds(optimizer: torch.optim.Optimizer) -> str:
-    buckets = optimizer._reducer.buckets if optimizer._reducer else {}  # one rank reduces nothing
+    buckets = optimizer._reducer.buckets if optimizer._reducer else {}  # {} for a single rank
     return "+".join(sorted({bucket._method.name for bucket in buckets.values()})) or "none"
 
 
 def auto_trained(
     seconds: dict[str, float], waiting: float, steps: int, loss=None, weighted=False, **options
 ):
-    """What it uses in each step, if steps take so long, and its optimizer."""
+    """Train with these times of a step; return the methods used in each step, and the optimizer."""
 
     def wait_for(self, entries):
         real(self, entries)
         whole = seconds.get(kinds(optimizer), 0.9)
-        # All but the last rank wait for others, too.
+        # All ranks except the last also wait for others.
         wait = 0.9 if hvd.rank() < hvd.size() - 1 else waiting
         self._last = auto.Step(whole, wait * whole, 0.9 * whole)
 
@@ -448,7 +448,7 @@ def case_auto_takes_what_is_measured_to_be_fast():
         return
     fast = {"none": 1.0, "int8": 0.5, "powersgd": 0.4}
     used, optimizer = auto_trained(fast, 0.5, 45)
-    # Gradients are random, so those of low rank are far from them.
+    # The gradients are random, so low-rank approximations are poor.
     assert list(dict.fromkeys(used)) == ["none", "int8", "powersgd"]
     assert used[-10:] == ["int8"] * 10
     told = hvd.statistics()["compression"]["optimizer.p0"]

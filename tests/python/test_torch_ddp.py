@@ -39,12 +39,12 @@ def model() -> nn.Sequential:
 
 
 def in_buckets() -> Any:
-    """A model with DDP, of which every layer has a bucket of its own."""
+    """Return a model with DDP in which every layer has its own bucket."""
     return nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.0001)
 
 
 def trained(net: nn.Module, rank: int | None, optimizer: Any = None) -> list[torch.Tensor]:
-    """Its weights after some steps, with one rank's part of the batch or all of it."""
+    """Return the weights after some steps, with one rank's part of the batch or all of it."""
     optimizer = optimizer or torch.optim.SGD(net.parameters(), 0.1)
     for step in range(STEPS):
         data = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(step))
@@ -60,9 +60,9 @@ def case_init() -> None:
 
 def case_a_bucket_is_reduced_before_backward_ends() -> None:
     net = in_buckets()
-    # Between the gradients of the last layer and those of the first.
+    # The sleep is between the gradients of the last layer and those of the first.
     net.module[1].register_full_backward_hook(lambda *_: time.sleep(SLEEP_S))
-    net(torch.ones(4, 6)).sum().backward()  # DDP has one bucket before
+    net(torch.ones(4, 6)).sum().backward()  # DDP has one bucket in the first pass
     folder = hvd.broadcast_object(tempfile.mkdtemp() if dist.get_rank() == 0 else "", 0)
     path = Path(folder, "timeline.json")
     hvd.start_timeline(path)
@@ -71,22 +71,22 @@ def case_a_bucket_is_reduced_before_backward_ends() -> None:
     dist.barrier()
     hvd.stop_timeline()
     if dist.get_rank() == 0:
-        reductions = defaultdict(list)  # by rank: when each began and ended, in microseconds
+        reductions = defaultdict(list)  # by rank: begins and ends, in microseconds
         for event in json.loads(path.read_text()):
             if event["name"] == "ALLREDUCE":
                 reductions[event["pid"]].append((event["ts"], event["ts"] + event["dur"]))
         assert len(reductions) == 3
         for spans in reductions.values():
             (_, first_end), (last_begin, _) = min(spans), max(spans)
-            # The last is of the first layer, whose gradients backward made after it had slept.
+            # The last one is of the first layer, whose gradients come after the sleep.
             assert last_begin - first_end > SLEEP_S / 2 * 1e6
 
 
 def case_gradients_travel_as_bfloat16() -> None:
-    def hook(state: Any, bucket: Any) -> Any:  # torch asks for CUDA where it knows the hook's name
+    def hook(state: Any, bucket: Any) -> Any:  # torch requires CUDA for hooks that it knows by name
         return default_hooks.bf16_compress_hook(state, bucket)
 
-    hook.__annotations__.clear()  # which are text here
+    hook.__annotations__.clear()  # they are strings here
     net = in_buckets()
     net.register_comm_hook(None, hook)
     weights, alone = trained(net, dist.get_rank()), trained(model(), None)
@@ -108,7 +108,7 @@ def case_callbacks_of_hooks_call_collectives() -> None:
         buckets.add(bucket.index())
         work = average(bucket.buffer())
         future = work.get_future()
-        if bucket.index() % 3 == rank:  # here the callbacks run at once
+        if bucket.index() % 3 == rank:  # callbacks run immediately
             work.wait()
         elif bucket.index() % 3 == (rank + 1) % 3:
             future = future.then(once_more)
@@ -124,7 +124,7 @@ def case_callbacks_of_hooks_call_collectives() -> None:
 
 
 def case_power_sgd() -> None:
-    """As over gloo, where each bucket waits for the one before."""
+    """The same as over gloo with a hook in which each bucket waits for the previous one."""
 
     def in_turn(state: Any, bucket: Any) -> Any:
         future = powerSGD_hook.powerSGD_hook(state, bucket)
@@ -147,13 +147,13 @@ def case_power_sgd() -> None:
 
 
 def case_post_local_sgd() -> None:
-    """Gradients of all ranks for two steps, then of this rank alone, and weights are averaged."""
+    """Two steps average gradients over all ranks; later steps average the weights instead."""
     own = [dist.new_group([rank]) for rank in range(3)][dist.get_rank()]
     net = in_buckets()
     state = post_localSGD_hook.PostLocalSGDState(None, own, start_localSGD_iter=2)
     net.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that every step is often; so the result is known
+        warnings.simplefilter("ignore")  # about averaging in every step
         averager = PeriodicModelAverager(period=1, warmup_steps=2)
     optimizer = PostLocalSGDOptimizer(torch.optim.SGD(net.parameters(), 0.1), averager)
     weights = trained(net, dist.get_rank(), optimizer)

@@ -31,7 +31,7 @@ OP = dist.ReduceOp
 
 
 def case_init_by_mpirun() -> None:
-    os.environ["MASTER_ADDR"] = "127.0.0.1"  # as `accelerate launch` does; there is no RANK
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # like `accelerate launch`, which sets no RANK
     dist.init_process_group("hororing", timeout=timedelta(seconds=150))
     del os.environ["MASTER_ADDR"]
     assert isinstance(dist.group.WORLD, ProcessGroup)
@@ -203,7 +203,7 @@ def case_works_and_futures() -> None:
         assert torch.equal(tensor, all_of(len(tensor)).sum(0))
     assert all(work.is_completed() and work.is_success() for work in works)
 
-    def again(done: Any) -> torch.Tensor:  # a callback that waits for a future in its turn
+    def again(done: Any) -> torch.Tensor:  # a callback that itself waits for a future
         work = dist.all_reduce(done.value()[0], async_op=True)
         return work.get_future().wait()[0]
 
@@ -216,7 +216,7 @@ def case_works_and_futures() -> None:
     while not work.is_completed():
         pass
     assert torch.equal(polled, all_of(3).sum(0))
-    dist.all_reduce(mine(3), async_op=True)  # nobody waits
+    dist.all_reduce(mine(3), async_op=True)  # without a wait
     dist.barrier()
 
 
@@ -285,7 +285,7 @@ def case_a_call_that_a_rank_does_not_make_times_out_on_the_others() -> None:
         raises(RuntimeError, "StalledError.*0.2 s", future.wait)
     group.set_timeout(timedelta(seconds=150))
     dist.barrier()
-    if dist.get_rank() == 0:  # they have sent theirs, nevertheless
+    if dist.get_rank() == 0:  # the others have sent their requests
         dist.all_reduce(tensor, group=group)
         assert torch.equal(tensor, all_of(2).sum(0))
         dist.all_reduce(mine(2), group=group)
@@ -301,7 +301,7 @@ def model() -> nn.Module:
 
 
 def trained(net: nn.Module, rank: int | None, optimizer: Any = None) -> list[torch.Tensor]:
-    """Its weights after three steps, with one rank's part of the batch or all of it."""
+    """Return the weights after three steps, with one rank's part of the batch or all of it."""
     optimizer = optimizer or torch.optim.SGD(net.parameters(), 0.1)
     for step in range(3):
         data = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(step))
@@ -355,7 +355,7 @@ def case_the_toolkit_on_a_ddp_model() -> None:
     lars = trained(ddp, rank, LARS(ddp.parameters(), 0.1))
     torch.testing.assert_close(trained(ours, rank, optimizer), lars)
 
-    # DDP averages the gradients of a pair, HSGD the weights of all: as HSGD does both by itself.
+    # DDP averages gradients in a pair, and HSGD the weights of all: the same as HSGD alone does.
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     ddp = nn.parallel.DistributedDataParallel(
         model(), process_group=pair if rank < 2 else alone
@@ -370,13 +370,13 @@ def case_the_toolkit_on_a_ddp_model() -> None:
         optimizer.final_average()
         weights.append([param.detach().clone() for param in each.parameters()])
     torch.testing.assert_close(weights[:2], weights[2:])
-    assert not torch.equal(weights[0][0], weights[1][0])  # there was something to average
+    assert not torch.equal(weights[0][0], weights[1][0])  # the pairs had different weights
 
 
 def case_ddp_tells_of_a_mismatch_on_every_rank() -> None:
     net = nn.Linear(4, 4)
     ddp = nn.parallel.DistributedDataParallel(net)
-    if dist.get_rank() == 1:  # makes another call than the backward pass of the others
+    if dist.get_rank() == 1:  # calls another collective than the others' backward pass
         raises(errors.MismatchError, "differ", lambda: dist.all_reduce(torch.ones(3)))
     else:
         raises(

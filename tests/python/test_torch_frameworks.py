@@ -1,4 +1,4 @@
-"""What stands on torch.distributed, over hororing: the examples train, by each way to start them.
+"""Frameworks on torch.distributed, over hororing: their examples train, with every launcher.
 
 Full tier, 10 to 20 s for each of 10 tests.
 """
@@ -35,7 +35,7 @@ def output(command: Sequence[str | Path], folder: Path) -> str:
 
 
 def check_accuracy(printed: str, last_words: str, least: float = 0.96) -> None:
-    """Rank 0 alone has printed the figure of two ranks."""
+    """Fail unless only rank 0 has printed the accuracy of two ranks, and it is high enough."""
     ((accuracy, words),) = re.findall(r"^test accuracy (\S+) (.*)$", printed, re.MULTILINE)
     assert words.endswith(last_words), printed
     assert float(accuracy) >= least, printed
@@ -55,7 +55,7 @@ def test_accelerate_launch(start: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost slots=2\n")
-    # It runs torchrun if told of several GPUs, and mpirun if there is a file of hosts.
+    # Accelerate runs torchrun for several GPUs, and mpirun with a hostfile.
     options = {
         "torchrun": ["--multi_gpu", "--main_process_port", "0"],
         "mpirun": ["--cpu", "--mpirun_hostfile", str(hosts)],

@@ -1,7 +1,6 @@
-"""Gradients on their way: what users do to them, and many small ones, which are sent in batches.
+"""Gradients in flight: what scripts do with them, and many small ones, which are sent in batches.
 
-Where a model is trained, every rank trains a twin of it in one process on all the data: that is the
-oracle.
+The oracle is a twin of the model, which every rank trains with all the data.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch_training import assert_same, batches, sgd, share, squares, start
 import hororing.torch as hvd
 from hororing.errors import DuplicateNameError
 
-WIDE = 66  # a matrix of 33 KiB, which is more than what each rank sums by itself
+WIDE = 66  # a matrix of 33 KiB, above the limit of the short cut
 
 
 def case_start() -> None:
@@ -43,7 +42,7 @@ def twins(**options: Any) -> tuple[nn.Module, Any, nn.Module, Any]:
 
 
 # ---------------------------------------------------------------------------------------------
-# What users do to gradients
+# What scripts do with gradients
 
 
 def case_every_float_type_is_reduced_in_place():
@@ -62,7 +61,7 @@ def case_gradients_that_are_not_reset_add_up():
     model, optimizer, twin, plain = twins(op=hvd.Sum)
     total: list[torch.Tensor] = []
     for inputs, targets in batches(3):
-        # The reduced sum of before is on every rank, and is summed again.
+        # Every rank has the previous sum, which is summed again.
         (squares(model, share(inputs), share(targets)) / hvd.size()).backward()
         optimizer.step()
         plain.zero_grad()
@@ -156,7 +155,7 @@ def case_forked_workers_leave_gradients_alone():
 
         def __getitem__(self, index: int) -> torch.Tensor:
             for each in model.parameters():
-                each.grad = None  # the worker's own
+                each.grad = None  # the worker's copy
             return torch.tensor(index)
 
     loader = torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork")
@@ -173,7 +172,7 @@ def case_forked_workers_leave_gradients_alone():
 
 
 class Scales(nn.Module):
-    """Many small parameters."""
+    """A model with many small parameters."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -187,7 +186,7 @@ def case_all_gradients_are_reduced_when_backward_ends():
         model = Scales(count)
         optimizer = distributed(model, op=hvd.Sum)
         for _ in range(2):
-            # Each rank has a branch of its own.
+            # Each rank has its own branch.
             used = [p for n, p in enumerate(model.factors) if n % hvd.size() != hvd.rank()]
             if used:
                 sum(p.sum() * (hvd.rank() + 1.0) for p in used).backward()
@@ -210,7 +209,7 @@ def case_ranks_may_step_two_optimizers_in_different_order():
         for n, model in enumerate(models)
     ]
     for _ in range(3):
-        # One parameter of each gets no gradient from this rank: batches stay incomplete.
+        # One parameter of each model gets no gradient, so batches stay incomplete.
         sum(p.sum() for model in models for p in model.factors[:-1]).backward()
         for optimizer in optimizers if hvd.rank() % 2 else reversed(optimizers):
             optimizer.step()

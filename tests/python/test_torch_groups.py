@@ -1,7 +1,7 @@
 """Process groups of torch.distributed over hororing: their ranks, messages, barriers, ends.
 
-Cases on 3 ranks in the job of the other files of PyTorch: push tier, 4 s. Ranks that no launcher
-has started, and one that dies: push tier, 5 s.
+Cases on 3 ranks in the job of the other files of PyTorch: push tier, 4 s. Ranks without a launcher,
+and one that dies: push tier, 5 s.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def case_groups_in_any_order() -> None:
     groups = [dist.new_group(ranks) for ranks in members]
     mine_now = [(g, ranks) for g, ranks in zip(groups, members, strict=True) if rank in ranks]
     for order in itertools.permutations(range(3)):
-        # Each rank takes its groups in an order of its own.
+        # Each rank takes its groups in its own order.
         shift = order[rank]
         turned = mine_now[shift:] + mine_now[:shift]
         tensors = [mine(4) for _ in turned]
@@ -135,7 +135,7 @@ def case_groups_in_an_order_of_their_own() -> None:
 def case_messages_between_two_ranks() -> None:
     rank = dist.get_rank()
     right, left = (rank + 1) % 3, (rank - 1) % 3
-    # A ring, in which everybody sends first: with whom nobody has talked before.
+    # A ring in which all ranks send first, on connections that are not open yet.
     for size in (5, 1, 0):
         received = torch.empty(size)
         works = [dist.isend(mine(size), right), dist.irecv(received, left)]
@@ -143,14 +143,14 @@ def case_messages_between_two_ranks() -> None:
             work.wait()
         assert torch.equal(received, mine(size, of=left))
     assert works[1].source_rank() == left
-    # In order of tags and numbers, whatever the order of waits.
+    # Messages match by tag and order, whatever the order of waits.
     tensors = [torch.empty(2, 3) for _ in range(4)]
     works = [dist.irecv(tensors[i], left, tag=i % 2) for i in (3, 2, 1, 0)]
     for i in (0, 1, 3, 2):
         dist.send(mine(2, 3) * (i + 1), right, tag=i % 2)
     for work in works:
         work.wait()
-    # The first of a tag that was sent is the first that was received.
+    # Of each tag, the first receive gets the first message.
     sent_as = {3: 1, 1: 3, 2: 0, 0: 2}
     for i, tensor in enumerate(tensors):
         assert torch.equal(tensor, mine(2, 3, of=left) * (sent_as[i] + 1))
@@ -190,11 +190,11 @@ def case_messages_from_any_source() -> None:
             tensor = torch.empty(3)
             received[dist.recv(tensor)].append(tensor[0].item())
         assert received == {1: [2, 20], 2: [3, 30]}
-    else:  # nobody waits for them
+    else:  # without a wait
         works = [dist.isend(mine(3) * factor, 0) for factor in (1, 10)]
     dist.barrier()
     assert rank == 0 or all(work.is_success() for work in works)
-    if rank == 0:  # who is named comes first, and another tag waits
+    if rank == 0:  # receives the named rank first; another tag waits
         named, anybody, tagged = torch.empty(2), torch.empty(2), torch.empty(2)
         works = [dist.irecv(named, 1), dist.irecv(anybody), dist.irecv(tagged, tag=3)]
         assert works[2].get_future().wait()[0] is tagged
@@ -224,7 +224,7 @@ def case_a_monitored_barrier_names_who_is_missing() -> None:
     dist.monitored_barrier()
     dist.monitored_barrier(group, timedelta(seconds=60), wait_all_ranks=True)
     late = dist.get_rank() == 1
-    if late:  # those who come later get the same answer
+    if late:  # ranks that come later get the same answer
         dist.barrier()
     began = time.monotonic()
     words = "Rank 1 failed to pass monitoredBarrier in 0.3 s"
@@ -244,13 +244,13 @@ def case_a_monitored_barrier_names_who_is_missing() -> None:
         dist.barrier()
     other = dist.new_group(backend="gloo")
     dist.monitored_barrier(other, timedelta(seconds=60))
-    # What torch refuses itself.
+    # Errors of torch itself.
     raises(RuntimeError, "No device associated",
            lambda: dist.split_group(split_ranks=[[0, 1], [2]]))  # fmt: skip
 
 
 def case_what_torch_asks_of_a_group() -> None:
-    """To hand out the weights of rank 0, say."""
+    """Used, for example, to broadcast rank 0's weights."""
     net = nn.Linear(2, 2)
     state = {name: mine(*p.shape) for name, p in net.named_parameters()}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -344,5 +344,5 @@ def test_torch_finds_the_backend() -> None:
     name = told["project"]["entry-points"]["torch.backends"]["hororing"]
     assert name == "hororing_torch_backend:register"
     hororing_torch_backend.register()
-    hororing_torch_backend.register()  # does nothing
+    hororing_torch_backend.register()  # has no effect
     assert dist.Backend.HORORING == "hororing"

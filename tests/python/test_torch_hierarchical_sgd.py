@@ -1,4 +1,4 @@
-"""HierarchicalSGD for torch against a NumPy oracle, and what must hold of it for ever."""
+"""HierarchicalSGD for torch against a NumPy oracle, and its invariants."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Linear(nn.Module):
 
 
 def options_for(options: dict) -> dict:
-    """HierarchicalSGD's arguments for the oracle's."""
+    """Return HierarchicalSGD's arguments for those of the oracle."""
     made = {key: value for key, value in options.items() if key not in ("levels", "weights")}
     made["period_group_size_dict"] = {
         period: [list(group) for group in groups] for period, groups in options["levels"]
@@ -142,10 +142,10 @@ def case_groups_agree_when_their_level_has_averaged_and_not_else() -> None:
 
 def case_delayed_averages_lose_no_update_of_buffers() -> None:
     start()
-    for seed in range(5):  # in some of which a mean changes its sign
+    for seed in range(5):  # with some of them, a mean changes its sign
         model, twin = network(), network()
         optimizer = hierarchical(model, lr=0.0, delay_steps=2)
-        for step in range(1, 8):  # without learning, statistics are linear in what is seen
+        for step in range(1, 8):  # without learning, statistics are linear in the data
             take_step(model, optimizer, seed, step)
             with torch.no_grad():
                 twin(given(seed, step, torch.float32)[0])
@@ -164,7 +164,7 @@ def case_averages_keep_the_mean_of_a_group() -> None:
         def look(*_: object, model: nn.Module = model, seen: list = seen) -> None:
             seen.append(parameters_of(model))
 
-        optimizer.register_step_post_hook(look)  # before anything is averaged
+        optimizer.register_step_post_hook(look)  # runs before the average
         for step in range(1, 4 + delay):
             take_step(model, optimizer, 5, step)
         before, after = (
@@ -288,7 +288,7 @@ def case_a_state_without_counter_is_refused() -> None:
 
 
 def case_between_averages_nothing_is_sent() -> None:
-    # So the statistics of batch-norm do not make a rank wait for a late one: METHODS.md, 4.4.
+    # Not even batch-norm statistics, for which a rank would wait for a late one: METHODS.md, 4.4.
     start()
     model = network()
     optimizer = hierarchical(model, period_group_size_dict={5: "world"})
@@ -311,7 +311,7 @@ def case_final_average_makes_ranks_alike_once() -> None:
         optimizer.final_average()
         everybody = of_all_ranks(model)
         assert (everybody == everybody[0]).all(), options
-        if "delay_steps" not in options:  # there it first adds what is due a step later
+        if "delay_steps" not in options:  # with a delay, it first adds the pending average
             torch.testing.assert_close(everybody[0], mean)
         before = collectives.submitted()
         optimizer.final_average()
@@ -399,12 +399,12 @@ def case_lars_and_lamb_take_the_steps_that_they_take_alone() -> None:
 
 def case_averages_inside_backward_are_those_after_it() -> None:
     start()
-    early_updates.BUCKET_BYTES = 100  # so that there are several
+    early_updates.BUCKET_BYTES = 100  # for several buckets
     tied = nn.Linear(OUTPUTS, OUTPUTS)
     hvd.broadcast_parameters(tied.state_dict(), root_rank=0)
     first, second = (nn.Sequential(network(), copy.deepcopy(tied)) for _ in range(2))
     for each in (first, second):
-        each.append(each[1])  # a layer that occurs twice
+        each.append(each[1])  # a layer that is used twice
     late = list(first[1].parameters())
     early = hierarchical(first, overlap_backward=True, late_parameters=late, warmup_steps=1)
     plain = hierarchical(second, warmup_steps=1)
@@ -417,7 +417,7 @@ def case_averages_inside_backward_are_those_after_it() -> None:
             updated += early._early.begun and model is first
             optimizer.step()
         assert torch.equal(values(first), values(second)), step
-    assert updated == 4  # of steps 3, 5, 7, 9
+    assert updated == 4  # in steps 3, 5, 7, 9
 
 
 def case_what_cannot_be_updated_early_says_so() -> None:

@@ -29,7 +29,7 @@ SEED = 5
 
 
 def train(make, options, dtype=torch.float64, steps=oracle.STEPS, scale=1.0):
-    """The oracle's problem, on torch's tensors."""
+    """Solve the oracle's problem with torch's tensors."""
     params = [nn.Parameter(torch.tensor(w, dtype=dtype)) for w in oracle.beginning(SEED)]
     decay = options["weight_decay"]
     optimizer = make(
@@ -77,11 +77,11 @@ def test_variants_differ():
 
 def test_without_decay_and_eps_the_scale_of_gradients_does_not_matter():
     options = {**oracle.LARS_DEFAULTS, "weight_decay": 0.0}
-    # One-dimensional tensors and those without a norm are plain SGD, where it does.
+    # For one-dimensional tensors and those with norm 0, which follow plain SGD, it does.
     one, other = (
         [train(LARS, options, steps=3, scale=scale)[at] for at in (0, 1)] for scale in (1.0, 1e-3)
     )
-    # The gradients depend on the weights, which are equal: so is everything after them.
+    # The gradients depend on the weights, which are equal, so all later results are equal.
     oracle.assert_close(one, other, 1e-12)
 
 
@@ -160,7 +160,7 @@ def test_what_others_write_into_parameters_is_kept():
     steps(model, optimizer, 3)
     weight = model[0].weight
     master = optimizer.state[weight]["float32_weight"].clone()
-    weight.data[0] = 3.0  # as an average, a broadcast or a checkpoint does
+    weight.data[0] = 3.0  # like an average, a broadcast or a checkpoint
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         group["momentum"] = 0.0
@@ -188,7 +188,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(rounding, wrapped):
     for state in states[1]["state"].values():
         assert all(v.dtype == torch.float32 for v in state.values())
         assert ("float32_weight" in state) != rounding
-    resumed, its_optimizer = problem(12)  # the seed is the file's
+    resumed, its_optimizer = problem(12)  # the seed comes from the file
     resumed.load_state_dict(states[0])
     its_optimizer.load_state_dict(states[1])
     steps(model, optimizer, 5, begin=4)
@@ -213,11 +213,11 @@ def test_small_updates_of_bfloat16_are_lost_unless_rounded_at_random():
             optimizer.step()
         ends[rounding is None] = param.detach().double()
     assert (ends[True] == 1).all()
-    # One lane's standard deviation is 0.083, that of the mean 0.0013.
+    # The standard deviation of an element is 0.083, that of the mean 0.0013.
     assert ends[False].mean().item() == pytest.approx(2.0, abs=0.01)
 
 
-# V11: a layer like those of a large batch's LARS: weights of 0.02, heavy-tailed gradients of 1e-5.
+# V11: a typical layer with LARS at large batches: weights of 0.02, heavy-tailed gradients of 1e-5.
 def test_float16_needs_master_weights_and_a_scale():
     random = np.random.default_rng(0)
     weight = random.normal(scale=0.02, size=(256, 256))
@@ -312,7 +312,7 @@ def test_only_weights_decay_and_adapt():
     first, second = parameter_groups(model, 0.1)
     assert [id(p) for p in first["params"]] == [id(model.conv.weight)]
     assert (first["weight_decay"], first["adapt"]) == (0.1, True)
-    # The LayerNorm's weight has two dimensions.
+    # The weight of the LayerNorm has two dimensions.
     assert len(second["params"]) == 6
     assert (second["weight_decay"], second["adapt"]) == (0.0, False)
 

@@ -1,6 +1,6 @@
-"""What training takes of memory beyond the gradients, against DDP.
+"""Memory of training beyond the gradients, against DDP.
 
-Each in jobs of its own, as a whole: importing, initialising, wrapping.
+Each has its own jobs, from import and initialization to training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks/gradient_memory.py"
 
 @functools.cache
 def told(way: str) -> dict[str, float]:
-    """On average of the ranks."""
+    """Return the averages over the ranks."""
     job = mpirun.run(
         SCRIPT, 2, way, environment={"PYTHONPATH": str(SCRIPT.parent), **GIVE_BACK}
     )  # fmt: skip
@@ -30,7 +30,7 @@ def told(way: str) -> dict[str, float]:
 
 @tiers.full
 def test_ddp_holds_its_buckets_beside_the_gradients() -> None:
-    """Or nothing is measured."""
+    """This shows that the measurement works."""
     ddp = told("ddp")
     assert ddp["total_MiB"] - ddp["constant_MiB"] > 0.8 * ddp["gradients_MiB"], ddp
 

@@ -27,7 +27,7 @@ PAIRS = [[0, 1], [2, 3]]
 
 
 def start() -> hvd.ProcessSet:
-    """Return this rank's pair."""
+    """Call init with process sets of two ranks; return this rank's pair."""
     pairs = [hvd.ProcessSet(ranks) for ranks in PAIRS]
     hvd.init(process_sets=pairs)
     return next(pair for pair in pairs if pair.included())
@@ -89,7 +89,7 @@ def case_ranks_take_the_steps_of_one_process_with_the_whole_batch():
 
 
 def rounded(seed, steps=60, resume_at=None):
-    """Train in bfloat16, rounded at random; saved and loaded in the middle if asked for."""
+    """Train in bfloat16 with stochastic rounding; optionally save and load in the middle."""
     model = network(torch.bfloat16)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = LARS(parameter_groups(model, 0.01), lr=0.2, rounding=StochasticRounding(seed))
@@ -134,7 +134,7 @@ def case_a_new_rank_gets_master_weights_by_broadcast():
     start()
     model = network(torch.bfloat16, seed=hvd.rank())
     optimizer = with_float32_update(torch.optim.AdamW(model.parameters(), 0.01))
-    if hvd.rank() == 0:  # it has trained before
+    if hvd.rank() == 0:  # only this one has trained before
         for inputs in batches(3, torch.bfloat16):
             loss_of(model, inputs).backward()
             optimizer.step()
@@ -157,7 +157,7 @@ def case_a_new_rank_gets_master_weights_by_broadcast():
 
 
 def train_with_infinity(scaler, pair, reduces, kind, bad_step=2, steps=5):
-    """Return in which steps this rank's weights changed; rank 1 has an infinity in one."""
+    """Return in which steps this rank's weights changed; rank 1 has an infinity in `bad_step`."""
     model = network(torch.float32 if kind == "sgd" else torch.float16)
     if kind == "lars":
         optimizer = LARS(parameter_groups(model, 0.01), lr=5.0)
@@ -197,7 +197,7 @@ def case_an_infinity_on_one_rank_makes_all_ranks_skip_the_step():
             changed = train_with_infinity(scaler, pair, reduces, kind)
             assert changed == [True, True, False, True, True], (kind, reduces, changed)
             assert scaler.get_scale() == 32.0, (kind, reduces)
-    # The scaler's own group may be smaller.
+    # The scaler's process set may be smaller.
     scaler = GradScaler("cpu", init_scale=64.0, process_set=pair)
     changed = train_with_infinity(scaler, pair, "pairs", "sgd")
     assert changed[2] == (hvd.rank() >= 2)
@@ -216,7 +216,7 @@ def case_the_scaler_of_torch_decides_alike_only_where_all_reduce_with_all():
             assert scaler.get_scale() == 32.0
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     changed = train_with_infinity(scaler, pair, "pairs", "sgd")
-    assert changed[2] == (hvd.rank() >= 2)  # why there is another one
+    assert changed[2] == (hvd.rank() >= 2)  # which is why hororing has its own scaler
     hvd.barrier()
     hvd.shutdown()
 

@@ -32,7 +32,7 @@ from hororing.process_sets import ProcessSet, register, unregister
 def gradients_by_rank(
     model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor
 ) -> list[list[torch.Tensor]]:
-    """What backward gives on each rank, before anything is reduced."""
+    """Return the gradients of each rank before the reduction."""
     result = []
     for rank in range(hvd.size()):
         twin = copy.deepcopy(model)
@@ -100,9 +100,9 @@ def case_a_group_has_one_order_although_its_gradients_arrive_in_another_on_each_
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(sgd([first, second]), groups=[[first, second]])
     losses = [(first, 1.0), (second, 100.0)]
-    for _ in range(2):  # in their first pass gradients wait for its end
+    for _ in range(2):  # in the first pass, gradients wait for its end
         optimizer.zero_grad()
-        # Autograd runs first what was computed last.
+        # Autograd runs the last operations first.
         parts = [factor * param.sum() for param, factor in losses[:: 1 if hvd.rank() % 2 else -1]]
         (parts[0] + parts[1]).backward()
         optimizer.synchronize()
@@ -192,10 +192,10 @@ def case_compressed_gradients_are_rounded_no_more_than_their_type_must():
             for mine, *parts in zip(result, *by_rank, strict=True):
                 assert mine.dtype is torch.float64
                 if hvd.size() > 1:
-                    assert torch.equal(mine, mine.to(dtype).double())  # they really travelled so
-                # Rounded once before and once after the sum, each by half an eps of the largest
-                # part at most (a little more, as the second rounds what the first has raised), or
-                # by half of the smallest number there is.
+                    assert torch.equal(mine, mine.to(dtype).double())  # they were compressed
+                # There is one rounding before and one after the sum, each by at most half an eps of
+                # the largest part (the second one a little more, because the first may raise the
+                # value), or by half of the smallest number.
                 limits = torch.finfo(dtype)
                 largest = torch.stack(parts).abs().amax(dim=0)
                 bound = limits.eps * (1 + limits.eps) * largest + limits.tiny * limits.eps
@@ -223,7 +223,7 @@ def case_any_class_with_two_functions_is_a_compressor():
 def case_gradients_add_up_over_backward_passes():
     for groups in (None, 2):
         twins = Twins(backward_passes_per_step=3, groups=groups)
-        # Fewer are fine: step() sends what is there.
+        # Fewer passes are valid: step() sends the remaining gradients.
         for told, made in ((3, [3, 3, 2, 3]), (2, [2, 2]), (1, [1]), (4, [4])):
             twins.optimizer.set_backward_passes_per_step(told)
             assert twins.optimizer.backward_passes_per_step == told
@@ -233,7 +233,7 @@ def case_gradients_add_up_over_backward_passes():
 
 
 def case_one_backward_pass_too_many_is_refused_by_name():
-    """Where it would sum sums. Averages may be averaged again (test_torch_backward.py)."""
+    """With op=Sum it would sum sums. Averages may be averaged again (test_torch_backward.py)."""
     for passes in (1, 2):
         model = network()
         optimizer = distributed(model, backward_passes_per_step=passes, op=hvd.Sum)
@@ -291,7 +291,7 @@ def case_step_after_synchronize_warns_and_does_not_reduce_again():
     twins.backward(inputs, targets)
     twins.optimizer.synchronize()
     if hvd.size() > 1:
-        # Horovod's words: scripts filter them.
+        # Horovod's text, which scripts filter.
         words = r"optimizer\.step\(\) called without optimizer\.skip_synchronize\(\)"
         with pytest.warns(UserWarning, match=words) as caught:
             twins.optimizer.step()

@@ -1,7 +1,7 @@
-"""DistributedOptimizer and what scripts do with an optimizer: branches, freezing, schedulers,
-scalers, closures, checkpoints, copies, sparse gradients, mistakes.
+"""DistributedOptimizer with the usual features of scripts: branches, freezing, schedulers, scalers,
+closures, checkpoints, copies, sparse gradients, mistakes.
 
-Oracles are those of torch_training.py: every rank computes what all ranks compute.
+The oracles are those of torch_training.py: every rank computes the results of all ranks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def case_start():
 def case_ranks_may_run_different_branches():
     for options in ({}, {"groups": 2}, {"groups": 1}, {"compression": hvd.Compression.none}):
         if hvd.size() == 1:
-            break  # one rank leaves gradients that are not there alone
+            break  # a single rank does not create missing gradients
         twins = Twins(functools.partial(sgd, weight_decay=0.1), TwoHeads(), **options)
         for step, (inputs, _) in enumerate(batches()):
             twins.train_by_rank(
@@ -174,7 +174,7 @@ def case_a_gradient_may_be_a_view_with_holes():
     optimizer.step()
     total = hvd.size() * (hvd.size() + 1) / 2
     assert torch.equal(param.grad, torch.full((4, 3), total))
-    assert torch.equal(owner.t()[1::2], torch.full((4, 3), 7.0))  # what lies between is not ours
+    assert torch.equal(owner.t()[1::2], torch.full((4, 3), 7.0))  # the rest is unchanged
 
 
 # ---------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def case_one_model_may_change_its_optimizer():
     for make in (plain_sgd, functools.partial(torch.optim.Adam, lr=0.01)):
         twins.train(3)
         twins.check()
-        # The old one is gone when the new one is made, or only after it.
+        # The old one is deleted only after the new one is made.
         twins.optimizer = distributed(twins.model, make)
         gc.collect()
         twins.plain = make(twins.twin.parameters())
@@ -308,7 +308,7 @@ def case_an_optimizer_that_is_gone_leaves_nothing_behind():
     model = network()
     optimizer = distributed(model)
     inputs, targets = batches(1)[0]
-    squares(model, inputs, targets).backward()  # in flight when it goes
+    squares(model, inputs, targets).backward()  # in flight when the optimizer is deleted
     del optimizer
     gc.collect()
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
@@ -489,7 +489,7 @@ def case_a_closure_is_called_as_often_as_in_one_process():
 def case_what_a_closure_reduces_needs_no_negotiation():
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = hvd.DistributedOptimizer(sgd([parameter]), [("at once", parameter)])
-    # Whether ranks have gradients, and the loss.
+    # Its two sums: whether ranks have gradients, and the loss.
     assert hvd.size() == 1 or made_at_once(lambda: optimizer.step(lambda: 1.0))
 
 
@@ -508,7 +508,7 @@ def case_a_closure_without_backward_does_not_reduce_again():
 
 
 def case_closures_may_have_no_gradient_on_some_ranks():
-    """Backward is in the closure, or before it."""
+    """backward() may be in the closure or before it."""
     if hvd.size() == 1:
         return
     for inside in (True, False):
@@ -549,7 +549,7 @@ def case_state_survives_a_checkpoint():
         model, optimizer = twins.model, twins.optimizer
         file = io.BytesIO()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        train(model, optimizer, batches(3))  # go astray, then come back
+        train(model, optimizer, batches(3))  # diverge, then load the checkpoint
         plains = twins.twin, twins.plain
         for fresh in (False, True):
             checkpoint = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
@@ -624,7 +624,7 @@ def case_added_parameters_are_reduced():
                 each.add_param_group({"params": model[layer].parameters(), "lr": 0.01})
             twins.train(2)
             twins.check()
-            # Checkpoints and copies know them as well.
+            # Checkpoints and copies include the new parameters.
             twins.optimizer.load_state_dict(copy.deepcopy(twins.optimizer.state_dict()))
             twins = copy.deepcopy(twins)
         twins.train(2)
@@ -647,14 +647,14 @@ def case_the_last_layer_is_reduced_before_backward_ends():
     for options in ({}, {"groups": 3}):
         model = network()
         optimizer = distributed(model, plain_sgd, op=hvd.Sum, **options)
-        # In their first pass gradients wait for its end: they may come more than once.
+        # In the first pass, gradients wait for its end, because they may come more than once.
         model(torch.ones(4, 5)).sum().backward()
         optimizer.zero_grad()
         hidden = model[1](model[0](torch.ones(4, 5)))
         seen = []
 
         def wait(_: torch.Tensor, model=model, seen=seen) -> None:
-            # Autograd is here when the last two layers are done and the first is not.
+            # Autograd has finished the last two layers here, but not the first.
             assert model[0].weight.grad is None
             wait_until_equal(model[4].bias.grad, 4.0 * sum(range(hvd.size() + 1)))
             seen.append(model[4].bias.grad.clone())
@@ -670,7 +670,7 @@ def case_the_timeline_shows_reductions_before_the_last_hook():
         return
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     optimizer = distributed(model, plain_sgd, op=hvd.Sum)
-    model(torch.ones(1, 8)).sum().backward()  # in its first pass a gradient waits for the end
+    model(torch.ones(1, 8)).sum().backward()  # in the first pass, gradients wait for its end
     optimizer.zero_grad()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "overlap.json")
@@ -735,7 +735,7 @@ def case_a_mismatch_is_raised_on_every_rank_and_the_next_step_works():
                     squares(twins.model, share(inputs), share(targets)).backward()
             else:
                 twins.train(1)
-            twins.check()  # a failed step changes nothing
+            twins.check()  # a failed step has no effect
 
 
 def case_ranks_that_ask_for_different_operations_hear_of_it():
@@ -800,6 +800,6 @@ test_on_ranks = session.on_ranks(globals(), 1, 2, 3, 4, session="torch")
 
 
 def test_a_distributed_optimizer_needs_init():
-    hvd.shutdown()  # of another test in this process
+    hvd.shutdown()  # in case another test has left an engine
     with pytest.raises(ValueError, match="has not been initialized"):
         hvd.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))

@@ -1,7 +1,7 @@
-"""What scripts written for Horovod's DistributedOptimizer rely on: names, attributes, uneven data
+"""Features that scripts for Horovod's DistributedOptimizer rely on: names, attributes, uneven data
 with join, compiled models, fused optimizers with a scaler.
 
-Oracles are those of torch_training.py: every rank computes what all ranks compute.
+The oracles are those of torch_training.py: every rank computes the results of all ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def case_the_first_unnamed_optimizer_has_the_names_of_horovod():
         "allreduce.noname.1.0", "allreduce.noname.1.1",
         "allreduce.noname.1.2", "allreduce.noname.1.3",
     ]  # fmt: skip
-    # Unnamed calls in between do not collide with them, nor do further optimizers.
+    # They collide neither with unnamed calls in between nor with other optimizers.
     another = hvd.DistributedOptimizer(plain_sgd(network().parameters()))
     assert not {*optimizer._parameter_names.values()} & {*another._parameter_names.values()}
     squares(model, *batches(1)[0]).backward()
@@ -80,14 +80,14 @@ def case_attributes_mean_what_they_do_in_horovod():
     seen = []
     hidden.register_hook(lambda _, each=optimizer: seen.append(each._handles))
     squares(model[2:], hidden, targets).backward()
-    assert optimizer._handles == {}  # all is reduced
-    if several:  # but some was on its way before
+    assert optimizer._handles == {}  # all gradients are reduced
+    if several:  # some were in flight before
         assert set() < set(seen[0]) < optimizer._requires_update
         for handle, context in seen[0].values():
             assert handle > 0
             assert context is None
     optimizer.zero_grad()
-    del optimizer, hidden  # of two that share parameters the newer one would reduce them
+    del optimizer, hidden  # otherwise the newer optimizer would reduce the shared parameters
 
     for groups in ([params[2:4], params[4:5]], 1):
         gc.collect()
@@ -165,7 +165,7 @@ def case_numbers_of_passes_must_be_whole():
 
 
 def case_ranks_may_have_different_numbers_of_batches_and_join():
-    """Rank r has r + 2 batches. Who has joined sends zeros, and averages are over all ranks."""
+    """Rank r has r + 2 batches. Joined ranks contribute zeros, and averages are over all ranks."""
     for options in (
         {},
         {"named": False},
@@ -222,7 +222,7 @@ def case_changes_of_parameters_join_as_well():
         if step < hvd.rank() + 2:
             twin = copy.deepcopy(model)
             train(model, optimizer, [(inputs, targets)])
-            if step == hvd.size():  # all others have joined: what this rank does is done
+            if step == hvd.size():  # all others have joined, so this rank's step is plain
                 plain = plain_sgd(twin.parameters())
                 squares(twin, share(inputs), share(targets)).backward()
                 plain.step()
@@ -233,7 +233,7 @@ def case_changes_of_parameters_join_as_well():
 
 
 def case_compiled_models_train_as_others():
-    """Backends that need no compiler; what matters is how gradients come about."""
+    """Uses a backend without a compiler; only the production of gradients matters."""
     for options in ({}, {"groups": 2}, {"backward_passes_per_step": 2}):
         for compile_first in (True, False):
             model = network()

@@ -1,5 +1,5 @@
-"""DistributedOptimizer in process sets: members train as one process on what all members have,
-the others as if they were alone.
+"""DistributedOptimizer in process sets: members train like one process with the data of all
+members, and the others as if they were alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _sets: dict[tuple[int, ...], ProcessSet] = {}
 
 
 def set_of(ranks: Sequence[int]) -> ProcessSet:
-    """The set of these ranks, registered once. Called by all ranks."""
+    """Return the set of these ranks, registered once. Called by all ranks."""
     key = tuple(ranks)
     if key == tuple(range(size())):
         return global_process_set
@@ -46,7 +46,7 @@ def set_of(ranks: Sequence[int]) -> ProcessSet:
 
 
 def some_sets() -> Iterator[ProcessSet]:
-    """One rank, every second one, all but one, all."""
+    """Yield sets of one rank, of every second one, of all but one, and of all."""
     choices = {(size() - 1,), tuple(range(0, size(), 2)), tuple(range(1, size())) or (0,)}
     for ranks in sorted(choices | {tuple(range(size()))}):
         yield set_of(ranks)
@@ -59,7 +59,7 @@ def assert_trains_as_one(process_set: ProcessSet, **options) -> None:
 
 
 class Same(hvd.Compression.none):
-    """Makes gradients take the way of compressed ones."""
+    """Sends gradients unchanged through the code for compression."""
 
 
 def case_start():
@@ -111,7 +111,7 @@ def case_a_member_may_have_no_gradient():
 
 
 def case_two_sets_may_use_the_same_names_at_once():
-    """All ranks go backward in one order, and step in another."""
+    """All ranks run backward in one order, and step in another."""
     if size() == 1:
         return
     wholes = [set_of(range(size())), set_of(range(1, size())), set_of(range(size() - 1))]
@@ -135,11 +135,11 @@ def case_disjoint_sets_need_not_step_equally_often():
     twins = Twins(process_set=halves[rank() // 2])
     twins.train(2 + 3 * (rank() // 2))
     twins.check()
-    start()  # ranks have drawn different numbers of batches
+    start()  # ranks have used different numbers of random batches
 
 
 def case_ranks_outside_communicate_never():
-    """They step while members wait for something else."""
+    """They step while members wait for another call."""
     if size() == 1:
         return
     inside = set_of([size() - 1])
@@ -265,7 +265,7 @@ def case_a_removed_set_is_noticed():
             squares(models[0], inputs, targets).backward()
         with pytest.raises(TypeError, match="not registered"):
             optimizers[1].step()
-    # Its number may belong to other ranks by now, and then to itself again.
+    # Its number may now belong to other ranks, and later to itself again.
     others = register(ProcessSet([0, 1])) if (0, 1) not in _sets else None
     register(removed)
     if inside and others is not None and others.process_set_id != removed.process_set_id:
@@ -282,7 +282,7 @@ def case_unnamed_optimizers_are_counted_in_their_set():
         return
     pair = set_of([0, 1])
     model = network()
-    if pair.included():  # others do not even make one
+    if pair.included():  # only members create it
         extra = hvd.DistributedOptimizer(sgd(model.parameters()), process_set=pair)
     for process_set in (pair, global_process_set):
         assert_trains_as_one(process_set, named=False)
@@ -290,7 +290,7 @@ def case_unnamed_optimizers_are_counted_in_their_set():
         del extra
 
 
-assert BATCH % 12 == 0  # every set's share is whole
+assert BATCH % 12 == 0  # divisible for every set
 
 
 test_on_ranks = session.on_ranks(globals(), 1, 2, 3, 4, session="torch")

@@ -1,7 +1,7 @@
 """The distributed tests that PyTorch ships, over hororing: at least what gloo passes.
 
-Full tier, 8 min for both backends on 3 ranks. docs/torch_distributed.md has the counts. By hand,
-for other numbers of ranks and single tests: torch_suite.py.
+Full tier, 8 min for both backends on 3 ranks. docs/torch_distributed.md has the counts. For other
+numbers of ranks, and for single tests, run torch_suite.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytest.importorskip("expecttest", reason="PyTorch's tests need it")
 
 
 def results(backend: str, *arguments: str) -> dict[str, dict[str, str]]:
-    """What became of each test."""
+    """Return the outcome of each test."""
     suite = Path(__file__).with_name("torch_suite.py")
     done = subprocess.run(
         [sys.executable, suite, "--backend", backend, *arguments],

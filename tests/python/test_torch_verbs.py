@@ -1,7 +1,7 @@
-"""What only hororing.torch has: views of all kinds, writes that autograd sees, sparse and complex
-tensors.
+"""Features of hororing.torch only: views of all kinds, writes that autograd notices, sparse and
+complex tensors.
 
-What verbs return and refuse, for every framework, and their gradients are in conformance/.
+conformance/ tests results, errors and gradients of the verbs for every framework.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def case_before_init() -> None:
 
 
 def case_views_of_all_kinds() -> None:
-    """Out of place through a copy, in place copied back; nothing between is written."""
+    """Out of place through a copy, in place copied back; memory between elements is unchanged."""
     rank, size = hvd.rank(), hvd.size()
     views: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda t: t.t(),
         lambda t: t[::2, 1:],
         lambda t: t[:, 2],
-        lambda t: t[3:5],  # contiguous, not at the beginning
+        lambda t: t[3:5],  # contiguous, with an offset
         lambda t: t[1:1],
         lambda t: t.reshape(2, 4, 3, 2).to(memory_format=torch.channels_last),
         lambda t: t.unfold(1, 2, 2).permute(2, 0, 1),
@@ -97,12 +97,12 @@ def case_views_of_all_kinds() -> None:
 
 def case_tensors_with_a_pending_negation() -> None:
     rank, size = hvd.rank(), hvd.size()
-    for count in (1, 4):  # a single element is contiguous as well
+    for count in (1, 4):  # a single element is contiguous, too
         numbers = torch.complex(torch.arange(count) + 2.0, torch.arange(count) + 1.0 + rank)
         negated = numbers.conj().imag
         assert negated.is_neg()
         assert negated.is_contiguous() == (count == 1)
-        firsts = [-1.0 - i for i in range(count)]  # what rank 0 passes
+        firsts = [-1.0 - i for i in range(count)]  # rank 0's values
         total = [size * value - sum(range(size)) for value in firsts]
         assert hvd.allreduce(negated, op=hvd.Sum).tolist() == total
         assert hvd.allgather(negated)[:count].tolist() == firsts
@@ -134,7 +134,7 @@ def case_writing_in_place_is_seen_by_autograd() -> None:
         weight = torch.ones(3, requires_grad=True)
         saved = weight * 2
         loss = (saved * saved).sum()
-        write(saved.detach())  # shares memory and version with what autograd has saved
+        write(saved.detach())  # shares memory and version with autograd's saved tensor
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
     mine = torch.ones(6)
@@ -202,7 +202,7 @@ def case_the_deprecation_of_average_blames_the_caller() -> None:
             assert warning.filename == __file__
 
 
-# -- gradients; what comes from above is rank + 1 everywhere, unless said otherwise
+# -- gradients; the incoming gradient is rank + 1, unless a case says otherwise
 
 
 def gradient(result: torch.Tensor, leaf: torch.Tensor, above: float | None = None) -> list[float]:
@@ -220,7 +220,7 @@ def case_backward_passes_in_any_order_on_every_rank() -> None:
     order = random.Random(mpirun.seed() + rank).sample(range(6), 6)
     failures: list[Any] = []
 
-    # Each in a thread of its own: a blocking backward pass must not depend on the order.
+    # Each runs in its own thread: blocking backward passes must not depend on the order.
     def play(index: int) -> None:
         try:
             (results[index].sum() * (index + 1)).backward()
@@ -256,7 +256,7 @@ def case_what_is_not_recorded() -> None:
         hvd.allreduce(torch.ones(3)),
     ):
         assert not result.requires_grad
-    # A rank that wants no gradient and ranks that do still make the same requests.
+    # A rank without a gradient makes the same requests as ranks with one.
     mixed = torch.ones(3, requires_grad=hvd.rank() == 0)
     assert hvd.allreduce(mixed, op=hvd.Sum).tolist() == [hvd.size()] * 3
     assert hvd.allgather(mixed).tolist() == [1] * 3 * hvd.size()
@@ -267,7 +267,7 @@ def case_what_is_not_recorded() -> None:
 
 
 class _Hundredth(Compressor):
-    """Sends a hundredth, as float64, and remembers the type."""
+    """Sends a hundredth of the values, as float64; the context is the dtype."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -293,7 +293,7 @@ def case_a_compressor_of_ones_own() -> None:
 
 
 def _sparse(rank: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """5 x 4: `rank` values, the first index twice (so not coalesced)."""
+    """Return 5 x 4 with `rank` values; the first index occurs twice, so it is not coalesced."""
     columns = [i % 4 for i in range(rank)]
     rows = [(i + rank) % 5 for i in range(rank)]
     indices = torch.tensor([rows + rows[:1], columns + columns[:1]], dtype=torch.int64)
@@ -315,7 +315,7 @@ def case_sparse_tensors() -> None:
             torch.testing.assert_close(result.to_dense().double(), wanted, rtol=unit, atol=unit)
             with pytest.raises(ValueError, match="there is no handle"):
                 finish()
-    # Values that are vectors; several at once, in another order on every rank.
+    # Hybrid tensors, several at once, in another order on every rank.
     hybrid = torch.sparse_coo_tensor(torch.tensor([[1, 4]]), torch.full((2, 3), 1.0 + rank), (6, 3))
     starts = {
         name: lambda name=name: hvd.sparse_allreduce_async(hybrid, name, hvd.Sum)
@@ -356,7 +356,7 @@ def case_sparse_arguments() -> None:
 def difference(call: Callable[[Any], Any], leaf: Any, *key: int) -> None:
     """Compare the gradient of sum over ranks of <result, w> with the finite difference.
 
-    The loss of the whole job is what an exact gradient belongs to; it is quadratic in the step.
+    The gradient is that of the loss of the whole job, which is quadratic in the step.
     """
     rank = hvd.rank()
     result = call(leaf)
@@ -370,7 +370,7 @@ def difference(call: Callable[[Any], Any], leaf: Any, *key: int) -> None:
             return hvd.allreduce(mine, op=hvd.Sum)
 
     numeric = (loss(1e-3) - loss(-1e-3)) / 2e-3
-    # 1e-16 of rounding on values near 100, over 2e-3
+    # Roundings of 1e-16 of values near 100, divided by 2e-3.
     exact = hvd.allreduce((gradient.conj() * direction).real.sum(), op=hvd.Sum)
     torch.testing.assert_close(exact, numeric, rtol=1e-9, atol=1e-9)
 
@@ -384,7 +384,7 @@ def case_finite_differences() -> None:
         lambda t: hvd.alltoall(t, [2] * size)[0],
         lambda t: hvd.alltoall((t * t).mT.contiguous().mT[:-1]),
     ]
-    if size == 1:  # elsewhere Horovod's gradients of these are multiples of the mathematical ones
+    if size == 1:  # with more ranks, Horovod's gradients of these are multiples
         calls += [
             lambda t: hvd.allgather(t),
             lambda t: hvd.broadcast(t, 0),

@@ -1,4 +1,4 @@
-"""Records of runs: whole after a kill, averaged over ranks, compared; other trackers beside."""
+"""Records of runs: complete after a kill, averaged over ranks, compared; and other trackers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_run_is_written_as_it_goes_and_read_back(tmp_path):
     assert run.head["ranks"] == len(run.head["hosts"]) == 1
     assert run.head["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert "hororing" in run.head["versions"]
-    for line in record.path.read_text().splitlines():  # by the letter of RFC 8259
+    for line in record.path.read_text().splitlines():  # strictly by RFC 8259
         json.loads(line, parse_constant=pytest.fail)
 
 
@@ -72,7 +72,7 @@ def test_a_line_that_was_cut_short_is_counted_and_does_not_swallow_the_next(tmp_
     run = read_run(resumed.path)
     assert (run.torn, run.starts, run.status) == (1, 2, "completed")
     assert run.metrics["loss"].values == [1.0, 0.25]
-    assert record.path.read_bytes().startswith(cut)  # nothing is ever rewritten
+    assert record.path.read_bytes().startswith(cut)  # the file only grows
     told = subprocess.run(
         [sys.executable, "-m", "hororing", "compare", record.path], capture_output=True, text=True
     )
@@ -95,7 +95,7 @@ def test_an_error_ends_a_run_as_failed(tmp_path):
     assert (run.status, run.notes) == ("failed", ["KeyError: 'layer'"])
     with pytest.raises(ValueError, match="closed"):
         record.log(1, {"loss": 1})
-    record.close()  # as often as one likes
+    record.close()  # may be repeated
 
 
 def test_what_is_no_record_is_refused(tmp_path):
@@ -172,7 +172,7 @@ def test_compare_tells_of_other_seeds_and_runs_with_other_metrics(tmp_path):
 
 
 class Fake:
-    """A package that remembers what was called."""
+    """A package that records its calls."""
 
     def __init__(self):
         self.calls: list[tuple] = []
@@ -239,7 +239,7 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
         for step in range(3):
             record.log(step, {"loss": 1 / (step + 1)})
         events = event_accumulator.EventAccumulator(str(tmp_path / "tb/a")).Reload()
-        found = events.Tensors("loss")  # while the run goes on
+        found = events.Tensors("loss")  # during the run
     assert [event.step for event in found] == [0, 1, 2]
     values = [float(tensor_util.make_ndarray(event.tensor_proto)) for event in found]
     assert values == pytest.approx([1, 1 / 2, 1 / 3])
@@ -270,7 +270,7 @@ def test_a_job_that_is_killed_leaves_a_record_with_its_last_metrics(tmp_path):
     assert (run.status, run.torn, run.head["ranks"]) == ("unfinished", 0, 2)
     steps = run.metrics["loss"].steps
     assert steps == [*range(len(steps))]
-    assert last <= steps[-1] <= last + 1  # what was logged before it said so is there
+    assert last <= steps[-1] <= last + 1  # all steps logged before the kill are in the record
 
 
 def case_metrics_are_averaged_over_ranks_and_rank_0_writes():
@@ -281,7 +281,7 @@ def case_metrics_are_averaged_over_ranks_and_rank_0_writes():
     with RunRecord(folder, {"lr": hvd.rank()}) as record:
         r = hvd.rank()
         assert record.log(0, {"a": r, "b": 10 * r}) == {"a": 1.0, "b": 10.0}
-        # Means of uneven shards; one rank has nothing, and no number, either.
+        # Means of uneven shards; a rank without samples has NaN.
         values = {"loss": float("nan") if r == 1 else 3.0 * r}
         assert record.log(1, values, weight=[1, 0, 2][r]) == {"loss": 4.0}
         assert math.isnan(record.log(2, {"loss": 1.0}, weight=0)["loss"])

@@ -1,4 +1,4 @@
-"""Weighted averages: any split of a batch over ranks and passes gives what one process gives."""
+"""Weighted averages: any split of a batch over ranks and passes gives the result of one process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def case_every_form_takes_a_weight() -> None:
     ):
         check(group[0])
         check(group[1], 2.0)
-    # Weighted and plain ones side by side, by their ids, with a new weight each time.
+    # Weighted and plain requests in one batch, by their ids, with a new weight each time.
     for step in range(4):
         mine = [weight * (step + 1), weight]
         handles = [
@@ -126,13 +126,13 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def mean_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    if not len(x):  # as a mean of nothing is
+    if not len(x):  # NaN, the mean of an empty tensor
         return torch.stack([param.sum() for param in model.parameters()]).sum() * math.nan
     return ((model(x) - y) ** 2).sum() / len(x)
 
 
 def parts(rng: np.random.Generator, count: int) -> list[slice]:
-    """Any split of the batch; parts may be empty."""
+    """Return a random split of the batch; parts may be empty."""
     bounds = [0, *sorted(rng.integers(0, BATCH + 1, count - 1).tolist()), BATCH]
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
@@ -157,7 +157,7 @@ def train(
     key: int, *, passes: int = 1, dtype: torch.dtype = torch.float64, unit: float = 1e-12,
     steps: int = 4, skips: bool = False, **options: object,
 ) -> None:  # fmt: skip
-    """Any split of every batch against one process with the whole."""
+    """Train with random splits of every batch, and compare with one process."""
     rng = draws(key)
     model = network(dtype)
     twin = copy.deepcopy(model)

@@ -1,6 +1,6 @@
-"""Jobs that MPI did not start: ranks meet at a store, and talk through shared memory or TCP.
+"""Jobs without MPI: a rendezvous at a store, and communication by shared memory or TCP.
 
-Push tier, 12 s: a script without a framework, on one host and on two that it believes in.
+Push tier, 12 s: a script without a framework, on one host and on two emulated ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 HORORUN = [sys.executable, "-m", "hororing.hororun"]
 LIMIT_S = 60.0
 
-# All collectives, between few and many bytes, twice.
+# All collectives with small and large tensors, in two engines.
 SCRIPT = """
 import sys
 import numpy as np
@@ -47,7 +47,7 @@ for life in range(2):
     hvd.shutdown()
 """
 
-# Rank 1 dies; the others tell how long after they heard, and of what.
+# Rank 1 dies; the others print the error, and its time after the death.
 DEATH = """
 import os, signal, sys, time
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_collectives_are_right_on_one_host(transport: str, size: int) -> None:
     assert job.stdout.count("is right") == 2 * size
 
 
-# As a.b, which is on the wire, and shared memory within each host.
+# TCP between the hosts, and shared memory within each host.
 @pytest.mark.skipif(bool(pretend_hosts.why_not()), reason=pretend_hosts.why_not())
 @pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=tiers.full)])
 def test_collectives_are_right_on_two_hosts(transport: str) -> None:
@@ -156,7 +156,7 @@ def test_ranks_that_are_started_by_hand_meet_in_a_directory(tmp_path: Path) -> N
         assert printed.count("is right") == 2
 
 
-# As torch.multiprocessing.spawn and the launchers of notebooks do.
+# Like torch.multiprocessing.spawn and the launchers of notebooks.
 SPAWNS = """
 import multiprocessing, os
 
