@@ -23,7 +23,7 @@ import record
 RESULTS = Path(__file__).parent / "results/bench.json"
 WIDTH = 120  # columns of a page
 NOISE = 0.05  # as a share of a step without communication: smaller differences are noise
-DDP = "torch.distributed: time beyond the step alone, and of one all_reduce of 64 MiB"
+DDP = "torch.distributed: overhead of communication, and time of an all_reduce of 64 MiB"
 RATES = "Images per second of a convolutional network, PyTorch, "
 SCALING = {"scaling": "one host", "scaling-hosts": "hosts of one rank, links of 1 Gbit/s"}  # titles
 BATCH = 32  # as in torch_step.py
@@ -240,7 +240,7 @@ def circumstances(report: Report) -> str:
         f"{report['took_s']} s.",
         f"{machine['cores']} cores of {machine['processor']}, {machine['system']}, Python "
         f"{machine['python']}. Others used {busy[0]:.0%} of the cores before and {busy[1]:.0%} "
-        f"after; load average {min(loads):.1f} to {max(loads):.1f}, ours included.",
+        f"after; load average {min(loads):.1f} to {max(loads):.1f}, including the benchmarks.",
         f"Peers: {peers}.",
     ]
     earlier: dict[str, list[str]] = {}
@@ -248,13 +248,13 @@ def circumstances(report: Report) -> str:
         commit = part.get("commit", machine["commit"])
         if commit != machine["commit"]:
             earlier.setdefault(commit, []).append(f"{part['part']} on {part['ranks']} ranks")
-    lines += [f"Of earlier runs: commit {c}: {', '.join(p)}." for c, p in earlier.items()]
+    lines += [f"From earlier runs: commit {c}: {', '.join(p)}." for c, p in earlier.items()]
     failed = [
         f"{part['part']} on {part['ranks']} ranks ({part['failed'].split(':')[0]})"
         for part in report["parts"]
         if "failed" in part
     ]
-    lines += [f"Failed or not whole: {'; '.join(failed)}."] if failed else []
+    lines += [f"Failed or incomplete: {'; '.join(failed)}."] if failed else []
     return "\n\n".join(textwrap.fill(line, WIDTH, break_long_words=False,
                                      break_on_hyphens=False) for line in lines)  # fmt: skip
 
@@ -275,7 +275,7 @@ def sections(report: Report) -> dict[str, str]:
             chosen = rows(report, part, ranks)
             chosen += rows(report, "hooks", ranks) if part == "step" else []
             if chosen:
-                found[f"A training step of {title}: time beyond the step alone, {ranks} ranks"] = (
+                found[f"A training step of {title}: overhead of communication, {ranks} ranks"] = (
                     overheads(by_case(chosen))
                 )
     for ranks in (2, 4):
@@ -294,11 +294,11 @@ def sections(report: Report) -> dict[str, str]:
     for ranks, title in hosts.items():
         chosen = [*rows(report, "hosts", ranks), *rows(report, "verbs", ranks)]
         if any("cpu_us" in row for row in chosen):
-            found[f"Processor time of these, of all ranks together: {title}"] = processor_times(
+            found[f"Processor time of these, summed over the ranks: {title}"] = processor_times(
                 by_case(chosen)
             )
-    for part, title in (("latency", "A small blocking sum, by who asks for it"), ("process sets",
-                        "Sums in a process set of 2, beside a world of 3")):  # fmt: skip
+    for part, title in (("latency", "Latency of a small blocking sum, by caller"), ("process sets",
+                        "Sums in a process set of 2 ranks, and in a world of 3")):  # fmt: skip
         for ranks in (2, 3):
             if chosen := rows(report, part, ranks):
                 body = [
@@ -323,13 +323,13 @@ def sections(report: Report) -> dict[str, str]:
         if (chosen := rows(report, f"memory-{way}", 2))
     ]  # fmt: skip
     if gradients:
-        heads = ["", "gradients", "import and init", "with what training adds"]
+        heads = ["", "gradients", "import and init", "total with training"]
         found["Memory beyond a model and its gradients, 2 ranks, MiB"] = markdown(heads, gradients)
     return found
 
 
 def ddp_part(report: Report) -> str:
-    """What docs/torch_distributed.md shows."""
+    """Return the generated part of docs/torch_distributed.md."""
     return "\n\n".join(
         f"**{title}**\n\n{table}"
         for title, table in sections(report).items()
@@ -364,8 +364,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("file", nargs="?", default=str(RESULTS))
-    parser.add_argument("--write", action="store_true", help="FILE with .md, and the pages")
-    parser.add_argument("--check", action="store_true", help="that the pages are up to date")
+    parser.add_argument("--write", action="store_true", help="write FILE with .md, and the pages")
+    parser.add_argument("--check", action="store_true", help="check that the pages are up to date")
     options = parser.parse_args()
     path = Path(options.file)
     report = json.loads(path.read_text())

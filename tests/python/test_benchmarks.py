@@ -173,8 +173,8 @@ def test_tables_show_every_part_with_losses_and_failures(report):
     assert "**0.5x**" in sums.splitlines()[2]
     told["parts"][1]["commit"] = "old"
     lines = table.page_part(told).splitlines()
-    assert "Of earlier runs: commit old: sets on 2 ranks." in lines
-    assert "Failed or not whole: mpich on 2 ranks (MPICH was not found)." in lines
+    assert "From earlier runs: commit old: sets on 2 ranks." in lines
+    assert "Failed or incomplete: mpich on 2 ranks (MPICH was not found)." in lines
     assert any("MPICH: not found; torch DDP, gloo:" in line for line in lines)
     whole = f"before\n{table.BEGIN}\nold\n{table.END}\nafter"
     part = table.with_part(whole, "new")
