@@ -1,8 +1,8 @@
-"""CPU tensors stand for tensors on a GPU, in tests: for hororing.torch all of them are on one.
+"""In tests, CPU tensors stand for tensors on a GPU: hororing.torch takes all of them for such.
 
-The libraries of NVIDIA are the fake of tests/fake_gpu, which the C++ tests build; what a rank reads
-before the fake's streams have come so far is old, or of a tensor that is no more. The knobs
-CUDA_LIBRARY and NCCL_LIBRARY name the fake; nothing else of hororing knows of it.
+tests/fake_gpu, which the C++ tests build, replaces the libraries of NVIDIA. A rank that does not
+wait for the fake's streams reads old data, or that of a freed tensor. The knobs CUDA_LIBRARY and
+NCCL_LIBRARY name the fake; nothing else in hororing knows about it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 
 BUILDS = Path(__file__).parents[2] / "build"
 _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_begun: list[Any] = []  # what streams carry out stays
-_captured = [False]  # whether torch's stream is, into a graph
+_begun: list[Any] = []  # keeps the work of streams alive
+_captured = [False]  # whether torch's stream is captured into a graph
 
 
 def path() -> Path | None:
-    """The fake, the latest that was built without a sanitizer."""
+    """Return the path of the latest fake that was built without a sanitizer."""
     built = [BUILDS / preset / "libfake_gpu.so" for preset in ("editable", "release", "dev")]
     return max(filter(Path.exists, built), key=lambda file: file.stat().st_mtime, default=None)
 
 
 def environment(fake: Path, **more: str) -> dict[str, str]:
-    """The variables of a job over it."""
+    """Return the variables of a job with the fake."""
     return {
         "HORORING_CUDA_LIBRARY": str(fake),
         "HORORING_NCCL_LIBRARY": str(fake),
@@ -38,7 +38,7 @@ def environment(fake: Path, **more: str) -> dict[str, str]:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The fake, in a rank of such a job."""
+    """Load the fake in a rank of such a job."""
     fake = ctypes.CDLL(os.environ["FAKE_GPU"])
     fake.fake_gpu_synchronize.argtypes = [ctypes.c_void_p]
     fake.fake_gpu_set.argtypes = [ctypes.c_char_p, ctypes.c_int64]
@@ -72,30 +72,30 @@ def count(what: str) -> int:
 
 
 def new_stream() -> int:
-    """A stream of the framework's."""
+    """Return a new stream of the framework."""
     return int(library().fake_gpu_stream())
 
 
 def run_in(stream: int, work: Callable[[], object]) -> None:
-    """Put work into a stream, late."""
+    """Add work to a stream, which runs it late."""
     _begun.append(_WORK(lambda _: work()))
     library().fake_gpu_run(stream, _begun[-1], None)
 
 
 def synchronize(stream: int) -> None:
-    """Wait for all that is in a stream."""
+    """Wait for all work in a stream."""
     library().fake_gpu_synchronize(stream)
 
 
 def violations() -> str:
-    """What has been called as it must not be, the first of it; "": nothing."""
+    """Return the first call that broke the rules of CUDA or NCCL, or ""."""
     first = ctypes.c_char_p()
     library().fake_gpu_violations(ctypes.byref(first))
     return (first.value or b"").decode()
 
 
 def stand_in() -> None:
-    """From now on, for hororing.torch of this process, all tensors are on its GPU."""
+    """From now on, make hororing.torch of this process take all tensors for GPU tensors."""
     import torch
 
     from hororing import collectives, prepared
@@ -107,7 +107,7 @@ def stand_in() -> None:
 
     class OnFakeGpu(TorchAdapter):
         def __init__(self) -> None:
-            self.plain_tensors = collectives.plain_tensors((), self.plain)  # none is
+            self.plain_tensors = collectives.plain_tensors((), self.plain)  # no tensor is plain
 
         def device(self, tensor: Any) -> int:
             return own
@@ -126,8 +126,8 @@ def stand_in() -> None:
     torch.cuda.is_current_stream_capturing = lambda: _captured[0]
     set_("delay_us", 20)
 
-    # torch computes with the host, which on a GPU would be in the stream that has been told to
-    # wait; so here the host waits where the stream does.
+    # torch computes on the host, not in the stream that has been told to wait, so here the host
+    # waits instead of the stream.
     def then_synchronize(function: Any) -> Any:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:

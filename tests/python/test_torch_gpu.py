@@ -1,7 +1,7 @@
-"""hororing.torch with tensors on GPUs, over the fake of tests/fake_gpu: what the other files check
-on the CPU, by NCCL and by way of the host, and what only devices have.
+"""hororing.torch with tensors on GPUs, over the fake of tests/fake_gpu: the cases of other files,
+through NCCL and through host memory, and those only for devices.
 
-Nothing here needs a GPU, or shows that one works: benchmarks/gpu.sh does, where there is one.
+Nothing here needs a GPU, or shows that one works: benchmarks/gpu.sh does, on a machine with GPUs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def case_gradients_of_one_stream_share_an_event() -> None:
     before = fake_gpu.count("recorded")
     sum(parameter.sum() for parameter in model).backward()
     optimizer.synchronize()
-    # Batches of 1, 2, 4, ... gradients, and one event for each batch of the engine.
+    # Batches have 1, 2, 4, ... gradients, and each batch of the engine needs one event.
     assert fake_gpu.count("recorded") - before < 40
 
 
@@ -94,7 +94,7 @@ def check_gradients_of_two_streams(prefix: str, **options: Any) -> None:
     current = streams[0]
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(40)]
 
-    first_pass = True  # whose gradients are all sent at its end, when autograd has waited for them
+    first_pass = True  # it sends all gradients at its end, when autograd has waited for them
 
     def computed(parameter: torch.Tensor, index: int) -> None:
         nonlocal current
@@ -104,7 +104,7 @@ def check_gradients_of_two_streams(prefix: str, **options: Any) -> None:
         assert parameter.grad is not None
         grad, late = parameter.grad, parameter.grad + hvd.rank() + index
         grad.fill_(-1e9)
-        if current == streams[1]:  # which computes longer than the other
+        if current == streams[1]:  # computes longer than the other
             fake_gpu.run_in(current, lambda: time.sleep(0.002))
         fake_gpu.run_in(current, lambda: grad.copy_(late))
 
@@ -120,7 +120,7 @@ def check_gradients_of_two_streams(prefix: str, **options: Any) -> None:
     one_stream = verbs.adapter.stream
     verbs.adapter.stream = lambda device: current
     sum(parameter.sum() for parameter in parameters).backward()
-    fake_gpu.synchronize(current)  # memory of the fake does not wait for streams
+    fake_gpu.synchronize(current)  # the host does not wait for the fake's streams
     optimizer.zero_grad()
     first_pass = False
     fake_gpu.set_("delay_us", 500)
@@ -138,7 +138,7 @@ def check_gradients_of_two_streams(prefix: str, **options: Any) -> None:
 
 
 def case_gradients_of_two_streams_are_waited_for_in_both() -> None:
-    """The hook of one gradient submits others, which other streams compute, late."""
+    """The hook of one gradient submits others, which other streams compute later."""
     check_gradients_of_two_streams("two")
 
 
@@ -147,7 +147,7 @@ def case_groups_of_gradients_of_two_streams_are_waited_for_in_both() -> None:
 
 
 def case_memory_that_another_stream_uses_is_kept_for_it() -> None:
-    """What was submitted in one stream and is waited for in another, or was computed in others."""
+    """Tensors are submitted in one stream and awaited in another, or computed in others."""
     recorded: list[Any] = []
     here, there = fake_gpu.new_stream(), fake_gpu.new_stream()
     original = verbs.adapter.stream, verbs.adapter.record
@@ -232,21 +232,21 @@ def case_captured_backward_passes_are_reduced_when_they_are_replayed() -> None:
     fake_gpu.capture(False)
     assert model.weight.grad is not None
     for _ in range(2):
-        model.weight.grad.copy_(x.expand(2, 3))  # the graph does so
+        model.weight.grad.copy_(x.expand(2, 3))  # as the graph would
         before = model.weight.detach().clone()
         optimizer.step()
         torch.testing.assert_close(before - model.weight, torch.full((2, 3), (1 + hvd.size()) / 2))
 
 
 def case_gradients_are_not_waited_for_in_a_capture() -> None:
-    if hvd.size() == 1:  # nothing is reduced
+    if hvd.size() == 1:  # there is no reduction
         return
     model = torch.nn.Linear(3, 2)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(prefix="refused")
     )
     hvd.barrier()
-    fake_gpu.capture(True)  # as if the backward passes had been captured, too
+    fake_gpu.capture(True)  # as if the backward passes were captured, too
     with pytest.raises(ValueError, match="captured into a CUDA graph"):
         optimizer.synchronize()
     fake_gpu.capture(False)
@@ -286,7 +286,7 @@ if "FAKE_GPU" in os.environ:  # on the ranks of a job
     globals().pop(
         "case_the_sums_of_a_backward_pass_need_no_negotiation_of_test_sync_batch_norm", None
     )
-    # Which of NaN and a number is the larger, NCCL does not promise.
+    # NCCL does not define the maximum of NaN and a number.
     if os.environ["HORORING_GPU"] == "nccl":
         globals().pop("case_infinities_and_not_a_number_travel_by_torch_of_test_conformance", None)
     # Sums on a device are always negotiated.
@@ -314,7 +314,7 @@ def test_case(case: str, size: int, way: str):
 @pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 def test_across_hosts_that_nccl_does_not_connect(case: str):
-    """The fake's communicators are files of /dev/shm, of which each pretended host has its own."""
+    """The fake's communicators are files in /dev/shm, and every emulated host has its own."""
     assert FAKE is not None
     variables = fake_gpu.environment(FAKE, HORORING_GPU="staged")
     mpirun.cases_of(__file__, 4, "2,2", **variables).check(case)
@@ -323,7 +323,7 @@ def test_across_hosts_that_nccl_does_not_connect(case: str):
 @tiers.full
 @pytest.mark.skipif(FAKE is None, reason=WHY_NOT)
 def test_what_measures_a_machine_with_gpus_runs_to_its_end(tmp_path: Path):
-    """In one call, as there; over the fake, so the figures mean nothing."""
+    """One call, as on that machine. The figures of the fake mean nothing."""
     script = ROOT / "benchmarks/gpu.sh"
     environment = os.environ | mpirun.launch_environment(str(tmp_path)) | {"FAKE_GPU": str(FAKE)}
     ran = subprocess.run(
@@ -338,7 +338,7 @@ def test_what_measures_a_machine_with_gpus_runs_to_its_end(tmp_path: Path):
         assert found["circumstances"]["nccl"] == 23203
     measured = json.loads((tmp_path / "gpu_step.json").read_text())
     assert set(measured["steps"]) == {"plain", "hororing", "DDP"}
-    # Of a lone rank, too: hooks, fusion and NCCL are what is measured.
+    # Even for a single rank, which measures hooks, fusion and NCCL.
     assert measured["reduced_per_step"]["tensors"] == 29
     assert measured["reduced_per_step"]["batches"] < 29
 

@@ -1,4 +1,4 @@
-"""Calls of NVIDIA's that never return, over the fake of tests/fake_gpu: who waits gets an error."""
+"""Calls of CUDA and NCCL that never return, over tests/fake_gpu: waiting callers get an error."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FAKE = fake_gpu.path()
 
 
 def stay_in(function: str) -> None:
-    """The last rank stays in a function of NCCL; the call that waits for it is a blocking one.
+    """The last rank stays in a function of NCCL, while a blocking call waits for it.
 
-    On one host callers drive the loop while they wait (ADR 0012), and are not to be in there.
+    On one host, waiting callers run the loop (ADR 12), but must not be inside that function.
     """
     import torch
 
@@ -33,7 +33,7 @@ def stay_in(function: str) -> None:
         fake_gpu.hang_in(function)
 
     def reduce_twice() -> None:
-        """On the other ranks "x" ends in the stream, at the deadline, and is told by "y"."""
+        """On the other ranks, "x" fails in the stream, at the deadline, and "y" reports it."""
         hvd.allreduce(torch.ones(3), name="x")
         hvd.allreduce(torch.ones(3), name="y")
 
@@ -53,7 +53,7 @@ def stay_in(function: str) -> None:
 
 
 def stay_joined(function: str) -> None:
-    """The same, of a rank that has joined and used no device before: it waits in the join."""
+    """The same for a rank that waits in join, and has not used a device before."""
     import torch
 
     import hororing.torch as hvd
