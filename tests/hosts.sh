@@ -1,16 +1,16 @@
 #!/bin/bash
-# mpirun across several pretend hosts on one Linux machine.
+# mpirun across several emulated hosts on one Linux machine.
 #
 #   tests/hosts.sh 2,2 mpirun python script.py             two hosts of two ranks each
 #   tests/hosts.sh 1,1,1,1 -r 200mbit mpirun python ...    four hosts, links of 200 Mbit/s
 #   tests/hosts.sh 2,2 -s 1m mpirun python ...             with a /dev/shm of 1 MiB each
-#   tests/hosts.sh --check                                 why not, if this machine does not permit it
+#   tests/hosts.sh --check                                 says what this machine lacks, if anything
 #
 # A host is a network, UTS, IPC and mount namespace: its own address, hostname, /dev/shm and
-# TMPDIR (below the caller's). All hang off one bridge in a namespace of its own, so nothing
-# outside can be reached, and several such jobs do not see one another. tc tbf limits the rate of
-# every link in both directions. What holds the namespaces reads a pipe that ends with this script,
-# and so does a guard that ends whoever else is in them: nothing is left, whatever kills it.
+# TMPDIR (below the caller's). One bridge in a namespace of its own connects them, so they reach
+# nothing outside, and several such jobs do not see one another. tc tbf limits the rate of every
+# link in both directions. The processes that hold the namespaces read a pipe that closes when this
+# script ends, however it ends. A guard on the same pipe then kills all other processes in them.
 #
 # Needs root, iproute2 and util-linux.
 set -u
@@ -25,7 +25,7 @@ check() {
   unshare --net --uts --ipc --mount true 2> /dev/null || fail "namespaces are not permitted here"
   unshare --net sh -c 'ip link add left type veth peer name right && ip link add bridge type bridge &&
     tc qdisc add dev left root tbf rate 1gbit burst 128kb latency 30ms' 2> /dev/null ||
-    fail "the kernel has no veth, bridge or tbf"
+    fail "the kernel lacks veth, bridge or tbf"
 }
 
 # What mpirun starts instead of ssh: agent HOLDERS TMP HOST COMMAND...
@@ -81,8 +81,8 @@ done
 
 spaces=" "
 for k in "${holders[@]}"; do spaces+="$(readlink "/proc/$k/ns/net") "; done
-# Ends whoever is left in the namespaces once this script has ended; in a session of its own, so
-# that it outlives what ends the script's.
+# Kills the processes that are left in the namespaces when this script has ended. It has a session
+# of its own, so that a signal to the script's session does not end it.
 setsid bash -c '
   cat > /dev/null
   for process in /proc/[0-9]*; do

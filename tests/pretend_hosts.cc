@@ -1,9 +1,9 @@
-// Ranks of one machine that believe they are on several: preloaded, it gives a process the host
-// name that PRETEND_HOSTS has for its rank ("a,a,b,b"). Ranks with the same name still share
-// memory, and those with different ones do not try.
+// Makes ranks of one machine see different host names. This library is preloaded and gives a
+// process the host name that PRETEND_HOSTS lists for its rank ("a,a,b,b"). Ranks with the same
+// name share memory, and those with different names do not.
 //
-// Unlike hosts.sh it needs no rights, and starts as fast as any job; but /dev/shm, addresses and
-// the wire, which is MPI over whatever that takes within a machine, are those of one host.
+// Unlike hosts.sh it needs no privileges and adds no time to the start of a job. But all ranks have
+// the /dev/shm and the addresses of one host, and MPI connects them as it does within a machine.
 
 #include <cstdlib>
 #include <cstring>
@@ -11,7 +11,7 @@
 
 namespace {
 
-// From the environment, since MPI need not have begun.
+// From the environment, since MPI may not be initialized yet.
 int Rank() {
   for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "HORORING_RANK"}) {
     if (const char* rank = std::getenv(name)) return std::atoi(rank);

@@ -131,7 +131,7 @@ class AllreducePipeline final : public HostPipeline {
         if (!plan_.small) local_.to_slot().Copy(block_at + (at - block.begin), result, bytes);
       });
       reduced_ = ++summed_;
-      if (plan_.small) {  // nothing is left to unpack, and nobody waits for the sum
+      if (plan_.small) {  // nothing is left to unpack, and no rank waits for the sum
         Publish(&DirectProgress::consumed, ++consumed_);
       } else {
         Publish(&DirectProgress::reduced, reduced_);

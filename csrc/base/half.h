@@ -31,10 +31,10 @@ template <typename Float, typename Bits>
 static inline Float FloatFromHalfBits(Bits half) {
   const Bits sign = (half & 0x8000u) << 16;
   const Bits size = half & 0x7FFFu;
-  // As float bits the exponent is too small by 127 - 15, which the product makes good. It is
+  // As float bits the exponent is too small by 127 - 15; the product corrects it. The product is
   // exact, and turns subnormal halfs into normal floats.
   const Float scaled = BitCast<Float>(Bits(size << 13)) * 0x1p112f;
-  // The same with the largest exponent (infinity, not-a-number), and the quiet bit set.
+  // The same with the largest exponent (infinity, NaN), and the quiet bit set.
   const Bits special = (size << 13) | 0x7F800000u;
   const Bits quiet = special | 0x00400000u;
   const Bits magnitude =

@@ -13,7 +13,7 @@
 //      read.
 //   4. prescale is applied to every source element, postscale to the result, in the
 //      accumulation type; for integers each application goes through float64, truncates toward
-//      zero and saturates at the ends of the element type (not-a-number becomes 0).
+//      zero and saturates at the ends of the element type (NaN becomes 0).
 //   5. Sums and products of integers wrap modulo 2^bits. For bool, Sum and Max are "or",
 //      Product and Min are "and"; Average and scale factors are not defined (see Check()).
 //   6. Min and Max propagate NaN, whichever source holds it.

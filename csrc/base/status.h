@@ -20,7 +20,7 @@ enum class Code : int {
   kPeerLost = 6,         // everything pending; the engine has failed
   kStalled = 7,          // everything pending; the engine has failed
   kTransport = 8,        // everything pending; the engine has failed
-  kInternal = 9,         // everything pending; a defect of ours
+  kInternal = 9,         // everything pending; a bug in hororing
 };
 
 class [[nodiscard]] Status {

@@ -222,7 +222,7 @@ bool ShmTransport::HasUnsent() const {
 }
 
 bool ShmTransport::Progress() {
-  // Whoever changes a pipe rings afterwards; what this rank posts is tried at once.
+  // A rank that changes a pipe rings afterwards. This rank's own posts are tried at once.
   const uint32_t epoch = Epoch();
   if (epoch == progress_epoch_) return false;
   progress_epoch_ = epoch;

@@ -260,7 +260,7 @@ struct Case {
         unsigned char* data = tensor.inputs.back().data();
         Fill(spec.dtype, data, sizes[t], random);
         const bool counts = spec.weights == nullptr || (*weights)[static_cast<size_t>(r)] > 0;
-        if (!counts) std::fill_n(data, bytes, 0xff);  // not-a-number
+        if (!counts) std::fill_n(data, bytes, 0xff);  // NaN
         tensor.original.emplace_back(data, data + bytes);
       }
     }

@@ -45,7 +45,7 @@ struct OnDevice {
   Status Finish(int64_t handle) {
     Status status;
     if (player.engine->Wait(handle, kTestTimeout, &status) != HandleState::kDone) {
-      return Status(Code::kInternal, "the test waited for ever");
+      return Status(Code::kInternal, "the test timed out");
     }
     const std::shared_ptr<const DeviceEvent> done_event = player.handles->DoneEvent(handle);
     if (done_event != nullptr) CHECK_OK(done_event->StreamWait(reinterpret_cast<CuStream>(stream)));

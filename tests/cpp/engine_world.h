@@ -65,7 +65,7 @@ struct Player {
     Status status;
     const TimeNs deadline = After(NowNs(), kTestTimeout);
     while (engine->Wait(handle, slice, &status) != HandleState::kDone) {
-      if (NowNs() >= deadline) return Status(Code::kInternal, "the test waited for ever");
+      if (NowNs() >= deadline) return Status(Code::kInternal, "the test timed out");
     }
     handles->Release(handle);
     return status;
@@ -90,7 +90,7 @@ struct Player {
     if (!submitted.ok()) return submitted;
     Status status;
     if (engine->Wait(handle, kTestTimeout, &status) != HandleState::kDone) {
-      return Status(Code::kInternal, "the test waited for ever");
+      return Status(Code::kInternal, "the test timed out");
     }
     ResultBuffer result;
     if (status.ok() && handles->Take(handle, 0, &result).ok()) {

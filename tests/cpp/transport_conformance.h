@@ -164,7 +164,7 @@ inline void ExchangeControl(Rank& rank, uint64_t count, size_t bytes) {
 // Control messages of odd sizes, from empty to longer than any pipe, while data is in flight.
 inline void ExchangeControlBesideData(Rank& rank, size_t data_bytes) {
   if (rank.size() == 1) return;
-  rank.Enter("control beside data");
+  rank.Enter("control during data");
   const std::vector<size_t> sizes = {0, 1, 7, 8, 9, 4096, 65536, 65537, 1 << 20, (5 << 20) + 3};
   const int to = (rank.rank() + 1) % rank.size();
   const int from = (rank.rank() + rank.size() - 1) % rank.size();

@@ -44,11 +44,11 @@ Status EnsureInitialized() {
     if (initialized_here || level == MPI_THREAD_MULTIPLE) return Status::Ok();
     return Status(
         Code::kInvalidArgument,
-        "MPI was initialized by somebody else without MPI_THREAD_MULTIPLE, and the engine's thread "
-        "would call it beside theirs; call hvd.init() before they do, or set "
+        "MPI was already initialized without MPI_THREAD_MULTIPLE, which the engine's thread needs; "
+        "call hvd.init() before MPI is initialized, or set "
         "mpi4py.rc.thread_level = \"multiple\" before importing mpi4py.MPI");
   }
-  // MULTIPLE, because the script may import mpi4py later and call MPI beside the engine's thread.
+  // MULTIPLE, because the script may import mpi4py later and call MPI from its own threads.
   const int error = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
   if (error != MPI_SUCCESS) {
     broken_here = true;

@@ -178,8 +178,8 @@ void TcpTransport::Retry() {
       PeerOf(peer).lost = true;
       NoteFailure(Status(Code::kPeerLost,
                          "rank " + std::to_string(peer) + " cannot be reached at " + address +
-                             "; a firewall may stand between the hosts, or HORORING_INTERFACE "
-                             "name the wrong network",
+                             "; a firewall may block the port, or HORORING_INTERFACE may name "
+                             "the wrong network",
                          peer));
     } else if (!link.socket && now >= link.retry_ns) {
       link.retry_ns = After(now, kRetryInterval);

@@ -27,7 +27,7 @@ Numerics, where r are 16 random bits and x is finite:
 1. bfloat16: r is added to the bits of x, and the low 16 are cut off. Exact: E[result] = x.
 2. Normal float16: the same with the upper 13 bits of r, as 13 are cut off. Exact.
 3. Subnormal float16: the same in units of 2**-40; what is below is cut off first, 2**-16 of a unit.
-4. Numbers of the target type are kept, as are infinities, signs of zero and not-a-number (which
+4. Numbers of the target type are kept, as are infinities, signs of zero and NaN (which
    becomes quiet). Beyond the largest finite number, up is infinity, as in rounding to nearest.
 """
 

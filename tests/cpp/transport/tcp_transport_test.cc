@@ -369,7 +369,7 @@ TEST(a_wait_over_tcp_ends_at_its_deadline_and_names_the_silent_rank) {
   });
 }
 
-// Nobody listens there, or the kernel refuses the address at once.
+// No socket listens at the first address. The kernel refuses the second at once.
 TEST(a_rank_that_cannot_be_reached_is_an_error_that_names_its_address) {
   for (const std::string address : {"", "255.255.255.255:4711"}) {
     Places places = Listeners(2);
