@@ -39,14 +39,12 @@ from mpi4py import MPI
 
 import hororing.torch as hvd
 
-# Environment variables of hororing's variants. Algorithms use the transport that `auto` chooses.
+# Environment variables of hororing's variants. `flat` ignores that ranks of a host share memory.
 OURS = {
     "auto": {},
     "tcp": {"HORORING_TRANSPORT": "tcp"},
     "over_mpi": {"HORORING_TRANSPORT": "mpi"},
-    **{
-        name: {"HORORING_ALGORITHM": name} for name in ("ring", "recursive_doubling", "three_phase")
-    },
+    "flat": {"HORORING_BACKEND": "host"},
 }
 WORLD = MPI.COMM_WORLD
 PAYLOAD = 1448 / 1514  # TCP over Ethernet
@@ -94,7 +92,7 @@ def contestant(name: str, collective: str) -> Callable[[torch.Tensor], object]:
         return of_mpi(collective)
     if name == "gloo":
         return of_gloo(collective)
-    chosen = {"HORORING_ALGORITHM": "auto", "HORORING_TRANSPORT": "auto"} | OURS[name]
+    chosen = {"HORORING_BACKEND": "auto", "HORORING_TRANSPORT": "auto"} | OURS[name]
     if not hvd.is_initialized() or not chosen.items() <= os.environ.items():
         hvd.shutdown()
         os.environ.update(chosen)
@@ -147,8 +145,7 @@ def measure(collective: str, names: list[str], tensors: dict[int, torch.Tensor],
     left = {(name, nbytes): patience_s for name in names for nbytes in tensors}
     for _ in range(turns):
         for name in order.sample(names, len(names)):
-            sizes = [nbytes for nbytes in tensors if left[name, nbytes] > 0
-                     and (name != "recursive_doubling" or nbytes <= 1 << 20)]  # fmt: skip
+            sizes = [nbytes for nbytes in tensors if left[name, nbytes] > 0]
             if not sizes:
                 continue
             run = contestant(name, collective)

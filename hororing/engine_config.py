@@ -40,7 +40,6 @@ def engine_config(
     c_config.launched = started_by.min_size if launched else 0
     c_config.transport = text(settings["TRANSPORT"])
     c_config.backend = text(settings["BACKEND"])
-    c_config.algorithm = text(settings["ALGORITHM"])
     c_config.mpi_library = text(
         mpi.choose(started_by.launcher).layer if launched and member is None else ""
     )

@@ -30,10 +30,4 @@ void ReduceAlone(const Batch& batch, TraceSink& trace) {
   span.End(batch.bytes());
 }
 
-Volume VolumeOf(const Batch& batch) {
-  Volume volume;
-  for (const BatchEntry& entry : batch.entries) volume.Add(entry.reduce, entry.bytes());
-  return volume;
-}
-
 }  // namespace hororing

@@ -8,7 +8,6 @@
 
 #include "backend/backend.h"
 #include "base/clock.h"
-#include "collective/algorithm.h"
 #include "trace/trace.h"
 
 namespace hororing {
@@ -52,8 +51,5 @@ class StageSpan {
 
 // An allreduce or a reduce-scatter of one rank: only applies the factors.
 void ReduceAlone(const Batch& batch, TraceSink& trace);
-
-// The volume of this rank's inputs.
-Volume VolumeOf(const Batch& batch);
 
 }  // namespace hororing

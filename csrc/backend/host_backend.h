@@ -36,8 +36,6 @@ class HostBackend final : public Backend {
   Status RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace);
   Status BroadcastByHost(int root, void* data, size_t bytes, TimeNs deadline);
 
-  // The algorithm of an allreduce among several hosts.
-  Algorithm Choose(const Batch& batch) const;
   size_t MessageBytes() const;
   GatherOptions gather_options() const;
   void MoveToOutput(const Batch& batch, const BatchEntry& entry, TraceSink& trace);

@@ -20,9 +20,6 @@ SharedMemoryBackend::SharedMemoryBackend(Transport& wire, ShmTransport& local,
 
 bool SharedMemoryBackend::Supports(const Batch& batch) const {
   const bool one_host = shape_.hosts == 1;
-  const bool flat = !one_host && (options_.algorithm == Algorithm::kRing ||
-                                  options_.algorithm == Algorithm::kRecursiveDoubling);
-  if (flat) return false;
   // Sums over several hosts are not in rank order.
   if (batch.kind == Collective::kAllreduce) {
     return !batch.is_adasum() && (one_host || !options_.reproducible);

@@ -9,7 +9,7 @@
 // that are rounded once. All ranks get the same bits, whatever an element is fused with.
 //
 // HostBackend runs all other batches: Adasum, all-to-all, broadcast, pieces that would be too
-// small, and everything over several hosts if the user selects a flat algorithm.
+// small, and everything over several hosts with HORORING_REPRODUCIBLE=1.
 #pragma once
 
 #include "backend/backend.h"

@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 19 };
+enum { HR_ABI_VERSION = 20 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -112,7 +112,6 @@ typedef struct hr_config {
   double cycle_time_ms;    /* maximum time that requests are held for fusion */
   int32_t cache_capacity;  /* entries of the response cache; 0: none */
   int32_t reproducible;    /* same bits in every run */
-  const char* algorithm;   /* "auto", "ring", "recursive_doubling", "three_phase" */
   const char* fingerprint; /* "knob=value" lines, compared between ranks at init */
   /* Local. */
   double stall_warning_s;  /* <= 0: never */
@@ -203,8 +202,7 @@ typedef struct hr_stats {
   int64_t trace_events_dropped;
   int64_t fusion_bytes, cycle_time_ns; /* in use */
   /* Batches of HR_ALLREDUCE among several ranks, on the host, by the algorithm that ran. */
-  int64_t allreduces_shm_direct, allreduces_three_phase, allreduces_ring;
-  int64_t allreduces_recursive_doubling, allreduces_rank_order;
+  int64_t allreduces_shm_direct, allreduces_three_phase, allreduces_ring, allreduces_rank_order;
   int64_t allreduces_at_once; /* without negotiation (`blocking`), each a batch of its own */
 } hr_stats;
 

@@ -136,7 +136,6 @@ HR_EXPORT void hr_stats_now(hr_stats* stats) {
   stats->allreduces_shm_direct = allreduces(AlgorithmUsed::kShmDirect);
   stats->allreduces_three_phase = allreduces(AlgorithmUsed::kThreePhase);
   stats->allreduces_ring = allreduces(AlgorithmUsed::kRing);
-  stats->allreduces_recursive_doubling = allreduces(AlgorithmUsed::kRecursiveDoubling);
   stats->allreduces_rank_order = allreduces(AlgorithmUsed::kRankOrder);
   stats->allreduces_at_once = allreduces(AlgorithmUsed::kOneShot);
 }

@@ -210,8 +210,12 @@ HR_EXPORT int hr_init(const hr_config* config) {
   }
   WorldOptions world = WorldOptionsFrom(*config);
   EngineConfig engine_config = EngineConfigFrom(*config);
-  Status parsed = Parse(Text(config->algorithm), &engine_config.allreduce.algorithm);
-  if (parsed.ok()) parsed = Parse(Text(config->gpu), &engine_config.gpu);
+  const std::string& backend = engine_config.backend;
+  if (backend != "auto" && backend != "host") {
+    return Remember(
+        Status(Code::kInvalidArgument, "unknown backend '" + backend + "'; choose auto or host"));
+  }
+  const Status parsed = Parse(Text(config->gpu), &engine_config.gpu);
   if (!parsed.ok()) return Remember(parsed);
   std::shared_ptr<AskingBootstrap> asking;
   if (config->size > 0) asking = std::make_shared<AskingBootstrap>(config->rank, config->size);

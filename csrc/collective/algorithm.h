@@ -1,10 +1,9 @@
-// Chooses the algorithm of an allreduce over several hosts: a function of values all ranks share.
+// What an allreduce over several hosts depends on: values that all ranks share.
 //
 // Thread-safety: pure functions.
 #pragma once
 
 #include <cstddef>
-#include <string>
 #include <vector>
 
 #include "base/reduce.h"
@@ -12,28 +11,17 @@
 
 namespace hororing {
 
-enum class Algorithm {
-  kAuto,               // three phases where the ranks of a host share memory; else the cheapest
-  kRing,               // around all ranks; rank order if it must round once
-  kRecursiveDoubling,  // among all ranks
-  kThreePhase,         // within hosts, between the owners of slices on all hosts, within hosts
-};
-
 // The algorithm that ran an allreduce among several ranks, for statistics.
 enum class AlgorithmUsed {
   kNotCounted,  // nothing to do, Adasum, or on a device
   kShmDirect,
-  kThreePhase,
+  kThreePhase,  // within hosts, between the owners of slices on all hosts, within hosts
   kRing,
-  kRecursiveDoubling,
   kRankOrder,
   kOneShot,  // the engine itself, without a backend (engine/one_shot_allreduce.cc)
 };
-constexpr size_t kAlgorithmsUsed = 7;
+constexpr size_t kAlgorithmsUsed = 6;
 
-const char* Name(Algorithm algorithm);
-// kInvalidArgument if there is no algorithm `name`.
-Status Parse(const std::string& name, Algorithm* algorithm);
 // Duration of a message between two hosts: alpha + bytes * beta.
 struct WireCost {
   double alpha_s = 50e-6;
@@ -42,8 +30,7 @@ struct WireCost {
 
 // How allreduces are carried out, alike on all ranks of a job.
 struct AllreduceOptions {
-  Algorithm algorithm = Algorithm::kAuto;  // over several hosts
-  bool reproducible = false;               // rank-order sums everywhere
+  bool reproducible = false;  // rank-order sums everywhere
   WireCost wire;
 };
 
@@ -59,17 +46,12 @@ struct Volume {
 // How the ranks are distributed over hosts.
 struct HostShape {
   int hosts = 1;
-  int ranks = 1;
   int max_ranks = 1;  // on a host
   int min_ranks = 1;
 };
 
 // The shape for the ranks on each host. Empty: one host.
 HostShape ShapeOf(const std::vector<std::vector<int>>& ranks_on);
-
-// kRing or kRecursiveDoubling, by the formulas of docs/algorithms.md: where the ranks of a host
-// share no memory.
-Algorithm CheapestFlat(const Volume& volume, const HostShape& shape, const WireCost& wire);
 
 // Whether hosts send whole slices to every other host, so that no results are returned.
 bool ExchangesWholeSlices(const Volume& volume, int hosts, const WireCost& wire);

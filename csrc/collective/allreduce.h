@@ -5,7 +5,6 @@
 //
 //   algorithm               messages          bytes sent per rank   rounding, order
 //   RingAllreduce           2(N-1)            2(N-1)/N * S          ring order, differs per chunk
-//   RecursiveDoubling       log2(N) (+2)      S * log2(N)           a fixed tree
 //   RankOrderAllreduce      2(N-1)            2(N-1)/N * S          rank order, wide accumulator
 //   RankOrderReduceScatter  N-1               S minus own part      rank order, wide accumulator
 //   AdasumAllreduce         about 2 log2(N)   2(N-1)/N * S          a fixed tree of pairs
@@ -63,23 +62,9 @@ struct ReduceBuffer {
 // `segment_bytes`: of a message; 0: built in. REQUIRES: !layout.volume().wide.
 Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
                      TimeNs deadline, size_t segment_bytes = 0);
+// Any layout.
 Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
                           TimeNs deadline, const GatherOptions& options = {});
-// Any layout: 16-bit floats and integer averages are sent as wide partial results.
-Status RecursiveDoublingAllreduce(Transport& transport, const ReduceBuffer& buffer,
-                                  Scratch& scratch, TimeNs deadline);
-
-struct FlatOptions {
-  // Requires the same bits in every run, whatever a tensor is fused with: rank order everywhere.
-  bool reproducible = false;
-  // kRing or kRecursiveDoubling; kAuto: chosen from the layout and the world size alone.
-  Algorithm algorithm = Algorithm::kAuto;
-  // For the order of the ranks, for messages, and for gathering in rank order.
-  GatherOptions gather;
-};
-// Chooses one of the algorithms above, and sets `used`.
-Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,
-                 Scratch& scratch, TimeNs deadline, AlgorithmUsed* used);
 
 // The operands of a reduce-scatter: `input`, and the bytes of every rank's part, in rank order,
 // which are multiples of the layout's unit. This rank's part of the result goes to `result`, which

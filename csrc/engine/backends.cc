@@ -9,32 +9,6 @@
 #include "transport/shm_transport.h"
 
 namespace hororing {
-Status CheckBackends(const BackendOptions& options, const World& world) {
-  const std::string& name = options.name;
-  const Transport& transport = *world.transport;
-  if (name != "auto" && name != "host") {
-    return Status(Code::kInvalidArgument, "unknown backend '" + name + "'; choose auto or host");
-  }
-  const Algorithm algorithm = options.allreduce.algorithm;
-  const std::string setting = std::string("HORORING_ALGORITHM=") + Name(algorithm);
-  if (options.allreduce.reproducible && algorithm != Algorithm::kAuto) {
-    return Status(Code::kInvalidArgument,
-                  setting +
-                      " is not possible with HORORING_REPRODUCIBLE=1, which sums in the order of "
-                      "ranks; leave out one of them");
-  }
-  const bool phases = algorithm == Algorithm::kThreePhase;
-  const size_t hosts = world.topology.hosts.size();
-  const bool neighbours = hosts > 1 && static_cast<size_t>(transport.size()) > hosts;
-  if (phases && neighbours && (world.local == nullptr || name == "host")) {
-    return Status(Code::kInvalidArgument,
-                  setting + " needs memory that the ranks of a host share, which " +
-                      (name == "host" ? "backend host does not use" : "they do not have") +
-                      "; use auto or ring");
-  }
-  return Status::Ok();
-}
-
 std::vector<std::unique_ptr<Backend>> MakeBackends(const BackendOptions& options,
                                                    const World& world, Transport& transport,
                                                    const Members& members) {

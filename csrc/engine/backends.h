@@ -19,11 +19,8 @@ struct BackendOptions {
   CudaBackend::Options cuda;
 };
 
-// Whether the options can be satisfied; if not, kInvalidArgument with a text that says what to do.
-Status CheckBackends(const BackendOptions& options, const World& world);
 // For batches of some ranks of `world`, or all, which `transport` connects. The last two backends
-// of the list support every batch on the host and every batch on a device. REQUIRES: CheckBackends
-// is ok.
+// of the list support every batch on the host and every batch on a device.
 std::vector<std::unique_ptr<Backend>> MakeBackends(const BackendOptions& options,
                                                    const World& world, Transport& transport,
                                                    const Members& members);

@@ -142,11 +142,6 @@ Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional
   options.allreduce = config.allreduce;
   options.cuda = {shared_.devices, config.gpu, config.allreduce.reproducible,
                   static_cast<size_t>(config.fusion_bytes)};
-  Status refused;
-  HORORING_RETURN_IF_ERROR(
-      Agree(*world->transport, CheckBackends(options, *world), deadline(), &refused));
-  all_fail_ = !refused.ok();
-  HORORING_RETURN_IF_ERROR(refused);
   HORORING_RETURN_IF_ERROR(
       MeasureWire(*world->transport, world->topology, deadline(), &options.allreduce.wire));
   std::vector<std::unique_ptr<Backend>> backends =

@@ -78,20 +78,6 @@ Status CompareFingerprints(Transport& transport, const std::string& fingerprint,
                     "other hosts) and install the same version everywhere.");
 }
 
-Status Agree(Transport& transport, const Status& mine, TimeNs deadline, Status* agreed) {
-  const std::string text =
-      mine.ok() ? "" : std::to_string(static_cast<int>(mine.code())) + " " + mine.message();
-  std::vector<std::string> texts;
-  HORORING_RETURN_IF_ERROR(GatherTexts(transport, text, deadline, &texts));
-  *agreed = Status::Ok();
-  for (const std::string& each : texts) {
-    if (each.empty()) continue;
-    *agreed = Status(static_cast<Code>(std::stoi(each)), each.substr(each.find(' ') + 1));
-    break;
-  }
-  return Status::Ok();
-}
-
 Status MeasureClocks(Transport& transport, const Topology& topology, TimeNs deadline,
                      std::vector<TimeNs>* offsets) {
   constexpr int kRounds = 8;
@@ -153,7 +139,7 @@ Status MeasureWire(Transport& transport, const Topology& topology, TimeNs deadli
   }
   Scratch scratch;
   const ReduceBuffer slowest{times, 2, {DataType::kFloat64, ReduceOp::kMax, 1.0, 1.0}};
-  HORORING_RETURN_IF_ERROR(RecursiveDoublingAllreduce(transport, slowest, scratch, deadline));
+  HORORING_RETURN_IF_ERROR(RankOrderAllreduce(transport, slowest, scratch, deadline));
   cost->alpha_s = times[0];
   cost->beta_s = std::max(times[1] - times[0], 0.0) / kLongBytes;
   return Status::Ok();

@@ -16,10 +16,6 @@ namespace hororing {
 // that names the knob and the ranks. Blocks until all ranks have called it.
 Status CompareFingerprints(Transport& transport, const std::string& fingerprint, TimeNs deadline);
 
-// Sets *agreed to `mine` of the lowest rank that has an error, the same on all ranks, or to Ok.
-// Returns whether that succeeded. Blocks until all ranks have called it.
-Status Agree(Transport& transport, const Status& mine, TimeNs deadline, Status* agreed);
-
 // Measures the offset from rank r's clock to rank 0's; only on rank 0 (zeros elsewhere). Ranks on
 // rank 0's host share its clock. Rank 0 asks the others a few times and uses the fastest answer;
 // half of the round trip bounds the error (Cristian, "Probabilistic clock synchronization", 1989).

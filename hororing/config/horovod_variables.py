@@ -37,15 +37,15 @@ UNUSED = (
     Unused("HOROVOD_AUTOTUNE", "the defaults are as fast as any setting that was found (ADR 38)"),
     Unused(
         "HOROVOD_HIERARCHICAL_ALLREDUCE",
-        "one host reduces through shared memory; for several hosts HORORING_ALGORITHM",
+        "always, if the ranks of a host share memory; HORORING_BACKEND=host: never",
     ),
     Unused(
         "HOROVOD_HIERARCHICAL_ALLGATHER",
-        "always, if the ranks of a host share memory; HORORING_ALGORITHM=ring: never",
+        "always, if the ranks of a host share memory; HORORING_BACKEND=host: never",
     ),
     Unused(
         "HOROVOD_TORUS_ALLREDUCE",
-        "one host reduces through shared memory; for several hosts HORORING_ALGORITHM",
+        "hosts whose ranks share memory reduce in three phases (docs/algorithms.md)",
     ),
     Unused("HOROVOD_DISABLE_GROUP_FUSION", "groups may share a batch with other tensors"),
     Unused(

@@ -183,16 +183,6 @@ KNOBS: tuple[Knob, ...] = (
         scope="all",
     ),
     Knob(
-        "ALGORITHM",
-        choice("auto", "ring", "recursive_doubling", "three_phase"),
-        "auto",
-        "algorithm of allreduces over several hosts; three_phase needs shared memory on each host; "
-        "auto: three_phase if possible, otherwise the cheaper of the other two for the size, "
-        "by message costs between the hosts, which init measures; REPRODUCIBLE=1 allows only auto, "
-        "because it sums in rank order",
-        scope="all",
-    ),
-    Knob(
         "GPU",
         choice("auto", "nccl", "staged"),
         "auto",

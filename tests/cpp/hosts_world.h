@@ -77,10 +77,9 @@ class HostsWorld {
     return dynamic_cast<CheckedTransport&>(*world(rank).transport);
   }
   // Returns a backend for batches of `members`; without members, of all ranks.
-  std::unique_ptr<SharedMemoryBackend> Backend(int rank, Algorithm algorithm,
-                                               WireCost wire_cost = {}, Members members = {}) {
+  std::unique_ptr<SharedMemoryBackend> Backend(int rank, WireCost wire_cost = {},
+                                               Members members = {}) {
     AllreduceOptions options;
-    options.algorithm = algorithm;
     options.wire = wire_cost;
     if (members.ranks.empty()) members = Members::World(size());
     return std::make_unique<SharedMemoryBackend>(*world(rank).transport,

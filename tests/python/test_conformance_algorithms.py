@@ -24,7 +24,7 @@ import hororing.numpy as hvd
 
 CALLS = 120  # in the random schedule
 PART = 4  # divides large tensors, which take half of the time; each still has several blocks
-FLAT = {"ring", "rank_order"}  # rank_order if a ring would round more than once
+FLAT = {"ring", "rank_order"}  # rank_order if small, or if a ring would round twice
 PREFIX = "allreduces_"
 
 
@@ -34,7 +34,7 @@ class Way:
 
     hosts: str  # of each rank
     knobs: str  # NAME=VALUE, without HORORING_
-    taken: frozenset[str]  # exactly these in the world; empty: any
+    taken: frozenset[str]  # exactly these in the world
 
     @property
     def size(self) -> int:
@@ -49,21 +49,19 @@ def ways(knobs: str, taken: set[str], *hosts: str) -> list[Way]:
 
 
 PUSHED = (
-    "aba-ALGORITHM=ring", "aab-ALGORITHM=recursive", "aab-ALGORITHM=three", "abab-ALGORITHM=auto",
-    "aab-REPRODUCIBLE", "aaaa-REPRODUCIBLE", "aaa-BACKEND", "aaaa-TRANSPORT",
+    "aab-BACKEND=auto", "abab-BACKEND=auto", "aba-BACKEND=host", "aaa-BACKEND=host",
+    "aab-REPRODUCIBLE", "aaaa-REPRODUCIBLE", "aaaa-TRANSPORT",
 )  # fmt: skip
 WAYS = [
-    *ways("ALGORITHM=ring", FLAT, "ab", "aba", "abcd", "aabb"),
-    *ways("ALGORITHM=recursive_doubling", {"recursive_doubling"}, "ab", "aab", "abab"),
-    *ways("ALGORITHM=three_phase", {"three_phase"}, "aab", "aabb", "aaab", "abab"),
-    *ways("ALGORITHM=auto", set(), "aabb", "aaab", "abcd", "abab"),
+    *ways("BACKEND=auto", {"three_phase"}, "aab", "aabb", "aaab", "abab"),
+    *ways("BACKEND=auto", FLAT, "ab", "abcd"),
     *ways("REPRODUCIBLE=1", {"rank_order"}, "ab", "aab", "aabb"),
     *ways("REPRODUCIBLE=1 TRANSPORT=shm", {"shm_direct", "at_once"}, "aaaa"),
-    *ways("BACKEND=host", {"recursive_doubling", *FLAT}, "aaa", "aaaa"),
+    *ways("BACKEND=host", FLAT, "aaa", "aaaa", "aba", "aabb"),
     *ways("SPIN_US=0", {"shm_direct"}, "aaa"),
-    *ways("TRANSPORT=mpi", {"recursive_doubling", *FLAT}, "aa", "aaaa"),
-    *ways("TRANSPORT=mpi ALGORITHM=ring", FLAT, "aba"),
-    *ways("TRANSPORT=mpi ALGORITHM=three_phase", {"three_phase"}, "aab", "abab"),
+    *ways("TRANSPORT=mpi", FLAT, "aa", "aaaa"),
+    *ways("TRANSPORT=mpi BACKEND=host", FLAT, "aba"),
+    *ways("TRANSPORT=mpi BACKEND=auto", {"three_phase"}, "aab", "abab"),
 ]
 # For each, an uneven layout, or one whose ranks alternate; and four ranks of one host.
 PUSH = [way for way in WAYS if str(way).startswith(PUSHED)]

@@ -217,7 +217,7 @@ def test_across_hosts(case: str, by: str, layout: str) -> None:
         variables["TEST_INTERLEAVED"] = "1"
         variables["PRTE_MCA_rmaps_default_mapping_policy"] = "node:oversubscribe"
         if hosts == "2,2":
-            variables["HORORING_ALGORITHM"] = "ring"
+            variables["HORORING_BACKEND"] = "host"
     limited = f"{hosts} -r {rate}" if rate else hosts
     mpirun.cases_of(__file__, size, limited, **variables).check(case)
 
@@ -302,29 +302,6 @@ def test_a_host_without_shared_memory_is_slower_and_says_so(tmp_path: Path) -> N
         assert "ranks of one host talk through TCP" in text, job.report()
         assert "cannot reserve" in text, job.report()
         assert text.splitlines()[-1] == "4.0", job.report()
-
-
-@needs_hosts
-def test_algorithms_that_cannot_be_are_refused_on_every_rank(tmp_path: Path) -> None:
-    script = tmp_path / "init.py"
-    script.write_text(
-        "import hororing.numpy as hvd\n"
-        "try:\n    hvd.init()\nexcept Exception as error:\n"
-        "    print(type(error).__name__, error)\n"
-    )
-    phases = {"HORORING_ALGORITHM": "three_phase"}
-    for hosts, remedy, environment in (
-        ("2,2 -s 12m", "use auto or ring", phases),
-        ("1,2", "use auto or ring", phases | {"HORORING_BACKEND": "host"}),
-        ("1,1", "leave out one", {"HORORING_ALGORITHM": "ring", "HORORING_REPRODUCIBLE": "1"}),
-    ):
-        size = sum(map(int, hosts.partition(" ")[0].split(",")))
-        job = mpirun.run(script, size, hosts=hosts, environment=environment)
-        for text in job.outputs:
-            told = [line for line in text.splitlines() if line.startswith("ValueError")]
-            assert len(told) == 1, job.report()
-            assert f"HORORING_ALGORITHM={environment['HORORING_ALGORITHM']}" in told[0]
-            assert remedy in told[0]
 
 
 @needs_hosts

@@ -50,7 +50,7 @@ def case_every_rule_gives_the_same_results():
         {"FUSION": "4KiB"},
         {"FUSION": "0"},
         {"CACHE_CAPACITY": 4},
-        {"BACKEND": "host", "ALGORITHM": "ring"},
+        {"BACKEND": "host"},
         {"REPRODUCIBLE": 1, "BACKEND": "host"},
     ):
         with engine(**knobs):

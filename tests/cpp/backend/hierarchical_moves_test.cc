@@ -25,11 +25,11 @@ struct Set {
   Members members;
   std::vector<std::unique_ptr<SharedMemoryBackend>> backends;
 
-  Set(HostsWorld& world, Algorithm algorithm, Members of = {})
+  explicit Set(HostsWorld& world, Members of = {})
       : members(of.ranks.empty() ? Members::World(world.size()) : std::move(of)),
         backends(static_cast<size_t>(world.size())) {
     for (const int r : members.ranks) {
-      backends[static_cast<size_t>(r)] = world.Backend(r, algorithm, kCost, members);
+      backends[static_cast<size_t>(r)] = world.Backend(r, kCost, members);
     }
   }
   size_t size() const { return members.ranks.size(); }
@@ -291,7 +291,7 @@ TEST(every_collective_on_every_layout) {
   for (const Hosts& hosts : kLayouts) {
     // Slots of 256 KiB: several blocks.
     HostsWorld world(++number % 3 == 0 ? "queue" : "inproc", hosts, {}, 256 << 10);
-    Set all(world, Algorithm::kThreePhase);
+    Set all(world);
     std::vector<Job> jobs;
     for (const DataType dtype : kAllTypes) {
       jobs.push_back(Allgather(all, dtype, 1 + random() % 4, random));
@@ -316,10 +316,10 @@ TEST(sets_over_several_hosts_and_on_one_share_the_slots_in_any_order) {
   const Hosts hosts = {0, 1, 0, 0, 1, 2, 0};
   for (const char* kind : {"inproc", "queue"}) {
     HostsWorld world(kind, hosts, {}, 256 << 10);
-    Set all(world, Algorithm::kThreePhase);
-    Set some(world, Algorithm::kThreePhase, {{0, 1, 3, 4}, 3, 1});
-    Set here(world, Algorithm::kRing, {{0, 2, 6}, 5, 2});         // one host: no ring
-    Set again(world, Algorithm::kThreePhase, {{1, 2, 3}, 3, 7});  // reuses the number of `some`
+    Set all(world);
+    Set some(world, {{0, 1, 3, 4}, 3, 1});
+    Set here(world, {{0, 2, 6}, 5, 2});   // one host
+    Set again(world, {{1, 2, 3}, 3, 7});  // reuses the number of `some`
     std::vector<Job> jobs;
     constexpr int kRounds = hororing_test::kFew ? 10 : 40;
     for (int round = 0; round < kRounds; ++round) {
@@ -342,7 +342,7 @@ TEST(flat_forms_go_host_by_host) {
   std::mt19937 random(hororing_test::Seed());
   const Hosts hosts = {0, 1, 0, 1, 0, 1};
   HostsWorld world("queue", hosts);
-  Set all(world, Algorithm::kThreePhase);
+  Set all(world);
   // Counts pairs of ranks on different hosts that communicate.
   const auto flat_crossing = [&](const Job& job) {
     std::set<std::pair<int, int>> pairs;
@@ -366,7 +366,7 @@ TEST(flat_forms_go_host_by_host) {
 TEST(on_a_slow_wire_flat_forms_go_in_short_messages_and_straight_from_host_to_host) {
   std::mt19937 random(hororing_test::Seed());
   HostsWorld world("queue", {0, 1, 2, 3});
-  Set all(world, Algorithm::kAuto);
+  Set all(world);
   std::set<std::pair<int, int>> talkers;
   const auto messages = [&](const Job& job, double beta_s) {
     std::vector<size_t> before;

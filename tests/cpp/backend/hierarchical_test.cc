@@ -28,11 +28,10 @@ std::string Check(HostsWorld& world, std::vector<std::unique_ptr<SharedMemoryBac
   return c.Judge(/*exact=*/false);
 }
 
-std::vector<std::unique_ptr<SharedMemoryBackend>> Backends(HostsWorld& world, Algorithm algorithm,
-                                                           WireCost cost = {}) {
+std::vector<std::unique_ptr<SharedMemoryBackend>> Backends(HostsWorld& world, WireCost cost = {}) {
   std::vector<std::unique_ptr<SharedMemoryBackend>> backends;
   for (int r = 0; r < world.size(); ++r) {
-    backends.push_back(world.Backend(r, algorithm, cost));
+    backends.push_back(world.Backend(r, cost));
   }
   return backends;
 }
@@ -43,7 +42,7 @@ TEST(every_type_and_operation_on_every_layout) {
   for (const Hosts& hosts : kLayouts) {
     // Slots of 32 KiB: several blocks. No latency: hosts never exchange whole slices.
     HostsWorld world(++number % 3 == 0 ? "queue" : "inproc", hosts, {}, 32 << 10);
-    auto backends = Backends(world, Algorithm::kThreePhase, {0, 1e-9});
+    auto backends = Backends(world, {0, 1e-9});
     for (const ReduceSpec& spec : AllreduceSpecs()) {
       const std::vector<size_t> sizes = {random() % 1000, 0, 1, random() % 3000};
       const std::string verdict = Check(world, backends, spec, sizes, random);
@@ -62,7 +61,7 @@ TEST(every_size_there_and_back_and_whole) {
   for (const Hosts& hosts : kLayouts) {
     for (const double alpha : {0.0, 1.0}) {  // a second of latency: hosts exchange whole slices
       HostsWorld world("inproc", hosts);
-      auto backends = Backends(world, Algorithm::kThreePhase, {alpha, 1e-9});
+      auto backends = Backends(world, {alpha, 1e-9});
       for (const ReduceSpec& spec : specs) {
         for (const size_t n :
              {size_t{0}, size_t{1}, size_t{2}, size_t{31}, size_t{1009}, size_t{60000}}) {
@@ -80,7 +79,7 @@ TEST(tensors_of_five_types_in_one_batch_get_the_bits_that_they_get_alone) {
   for (const Hosts& hosts : kLayouts) {
     for (const double alpha : {0.0, 1.0}) {  // a second of latency: hosts exchange whole slices
       HostsWorld world("inproc", hosts);
-      auto backends = Backends(world, Algorithm::kThreePhase, {alpha, 1e-9});
+      auto backends = Backends(world, {alpha, 1e-9});
       const auto run = [&](Case& c) {
         world.Run([&](int r) {
           TraceSink trace;
@@ -110,7 +109,7 @@ TEST(large_batches_wrap_around_the_slots) {
   const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
   for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1}}) {
     HostsWorld world("inproc", hosts);
-    auto backends = Backends(world, Algorithm::kThreePhase);
+    auto backends = Backends(world);
     for (int round = 0; round < 2; ++round) {
       CHECK_EQ(Check(world, backends, sum, {2500000, 77, 100001}, random), std::string());
     }
@@ -121,7 +120,7 @@ TEST(sixteen_bit_floats_are_rounded_once) {
   // 1 + 2^-11 + 2^-11 is exact in float16, but 1 + 2^-11 would be rounded to 1.
   const ReduceSpec sum{DataType::kFloat16, ReduceOp::kSum, 1, 1};
   HostsWorld world("inproc", {0, 0, 1, 1});
-  auto backends = Backends(world, Algorithm::kThreePhase, {0, 1e-9});
+  auto backends = Backends(world, {0, 1e-9});
   constexpr size_t kN = 5000;
   const uint16_t inputs[] = {0x3c00, 0x1000, 0x1000, 0x0000};  // 1, 2^-11, 2^-11, 0
   std::vector<std::vector<uint16_t>> data;
@@ -146,7 +145,7 @@ TEST(bits_do_not_depend_on_what_a_tensor_is_fused_with) {
   const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
   constexpr size_t kN = 40000;
   HostsWorld world("inproc", {0, 0, 1, 1, 2});
-  auto backends = Backends(world, Algorithm::kThreePhase);
+  auto backends = Backends(world);
   std::vector<Bytes> values;
   for (int r = 0; r < world.size(); ++r) {
     values.emplace_back(kN * 4);
@@ -183,7 +182,7 @@ TEST(a_rank_that_fails_in_any_phase_is_an_error_there_and_no_hang_elsewhere) {
     const int faulty = 1;
     uint64_t operations = 0;
     const auto run = [&](HostsWorld& world, const std::function<void(int, Status)>& ended) {
-      auto backends = Backends(world, Algorithm::kThreePhase, {0, 1e-9});
+      auto backends = Backends(world, {0, 1e-9});
       Case c(sum, {20000}, world.size(), random);
       world.Run([&](int r) {
         TraceSink trace;
@@ -223,7 +222,7 @@ TEST(a_rank_that_does_not_come_is_named_on_its_host_and_on_others) {
   std::mt19937 random(hororing_test::Seed());
   for (const int absent : {0, 1, 3}) {
     HostsWorld world("inproc", {0, 0, 1, 1});
-    auto backends = Backends(world, Algorithm::kThreePhase);
+    auto backends = Backends(world);
     Case c(sum, {1000}, world.size(), random);
     world.Run([&](int r) {
       if (r == absent) return;
@@ -244,7 +243,6 @@ TEST(a_rank_that_does_not_come_is_named_on_its_host_and_on_others) {
 TEST(the_factory_offers_it_where_hosts_have_shared_memory) {
   HostsWorld world("queue", {0, 0, 1});
   const auto names = [&](const BackendOptions& options) {
-    CHECK_OK(CheckBackends(options, world.world(0)));
     const World& first = world.world(0);
     std::string text;
     for (const auto& backend : MakeBackends(options, first, *first.transport, Members::World(3))) {
@@ -267,51 +265,33 @@ TEST(a_ring_goes_host_by_host_whatever_the_order_of_the_ranks) {
   const Hosts hosts = {0, 1, 0, 1, 0, 1};
   const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
   HostsWorld world("queue", hosts);
-  Case c(sum, {48000}, world.size(), random);  // 32 KB per rank: one segment
+  Case c(sum, {98304}, world.size(), random);  // 64 KiB per rank: two segments
   std::atomic<int> crossing{0};
   world.Run([&](int r) {
-    AllreduceOptions options;
-    options.algorithm = Algorithm::kRing;
-    HostBackend backend(*world.world(r).transport, options, world.world(r).topology.ranks_on());
+    HostBackend backend(*world.world(r).transport, {}, world.world(r).topology.ranks_on());
     TraceSink trace;
     CHECK_OK(backend.Run(c.BatchOf(r), After(NowNs(), kLimit), trace));
+    CHECK(backend.algorithm_used() == AlgorithmUsed::kRing);
     for (const int peer : world.wire(r).sent_to()) {
       if (hosts[static_cast<size_t>(peer)] != hosts[static_cast<size_t>(r)]) ++crossing;
     }
   });
   CHECK_EQ(c.Judge(false), std::string());
-  // One rank of each host sends to the other host: 2 (N-1) messages each.
-  CHECK_EQ(crossing.load(), 2 * 2 * (world.size() - 1));
+  // One rank of each host sends to the other host: 2 (N-1) chunks each.
+  CHECK_EQ(crossing.load(), 2 * 2 * 2 * (world.size() - 1));
 }
 
-// ---- the choice of an algorithm ----
-
-TEST(the_cheapest_flat_algorithm_follows_the_costs) {
+TEST(whole_slices_are_exchanged_where_returning_them_costs_more) {
   const auto FloatsOf = [](size_t elements) {
     Volume volume;
     volume.Add({DataType::kFloat32, ReduceOp::kSum, 1, 1}, elements * 4);
     return volume;
   };
-  const HostShape shape{2, 8, 4, 4};
   const WireCost gigabit{100e-6, 8e-9};
-  CHECK(CheapestFlat(FloatsOf(16 << 20), shape, gigabit) == Algorithm::kRing);
-  CHECK(CheapestFlat(FloatsOf(1), shape, gigabit) == Algorithm::kRecursiveDoubling);
   // Two hosts that exchange whole slices send no more bytes, at half the latency.
   CHECK(ExchangesWholeSlices(FloatsOf(1 << 20), 2, gigabit));
   CHECK(!ExchangesWholeSlices(FloatsOf(1 << 20), 4, gigabit));
   CHECK(ExchangesWholeSlices(FloatsOf(100), 4, gigabit));
-}
-
-TEST(algorithms_have_names) {
-  for (const Algorithm each : {Algorithm::kAuto, Algorithm::kRing, Algorithm::kRecursiveDoubling,
-                               Algorithm::kThreePhase}) {
-    Algorithm parsed = Algorithm::kAuto;
-    CHECK_OK(Parse(Name(each), &parsed));
-    CHECK(parsed == each);
-  }
-  Algorithm unchanged = Algorithm::kRing;
-  CHECK(Parse("fast", &unchanged).message().find("'fast'") != std::string::npos);
-  CHECK(unchanged == Algorithm::kRing);
 }
 
 }  // namespace

@@ -244,19 +244,6 @@ TEST(different_settings_are_refused_on_every_rank_with_the_knob_and_the_ranks) {
   CHECK_EQ(refused.load(), 3);
 }
 
-TEST(what_one_rank_cannot_have_is_refused_on_all_with_the_same_words) {
-  for (int round = 0; round < 20; ++round) {
-    Play(
-        3, {},
-        [&](Player& player) {
-          CHECK(player.started.code() == Code::kInvalidArgument);
-          CHECK_EQ(player.started.message(),
-                   std::string("unknown backend 'fast'; choose auto or host"));
-        },
-        [](int rank, EngineConfig& config) { config.backend = rank == 1 ? "fast" : "auto"; });
-  }
-}
-
 TEST(a_rank_that_gives_up_starting_is_heard_of_by_those_who_have_started) {
   // Rank 1 takes part in the start except for its last message to rank 2.
   auto transports = MakeInprocWorld(3, 0);
@@ -271,7 +258,7 @@ TEST(a_rank_that_gives_up_starting_is_heard_of_by_those_who_have_started) {
   Player players[3];
   const auto start = [&](int rank) {
     EngineConfig config;
-    config.timeout_ns = kSecond;
+    config.timeout_ns = rank == 2 ? kSecond / 2 : kTestTimeout;
     config.fingerprint = "a=1";
     const auto make_world = [&, rank](World* world) {
       world->transport = std::move(transports[static_cast<size_t>(rank)]);
@@ -281,12 +268,10 @@ TEST(a_rank_that_gives_up_starting_is_heard_of_by_those_who_have_started) {
     return Start(config, make_world, &players[rank]);
   };
   std::thread gives_up([&] { CHECK(!start(2).ok()); });
-  const Status started = start(0);
-  if (started.ok()) {
-    std::vector<float> data(1, 1.0f);
-    CHECK(players[0].Allreduce("x", data).code() == Code::kPeerLost);
-    CHECK(players[0].engine->Shutdown("", kTestTimeout));
-  }
+  CHECK_OK(start(0));
+  std::vector<float> data(1, 1.0f);
+  CHECK(players[0].Allreduce("x", data).code() == Code::kTransport);
+  CHECK(players[0].engine->Shutdown("", kTestTimeout));
   gives_up.join();
   stuck.join();
 }

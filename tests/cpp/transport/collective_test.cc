@@ -22,40 +22,15 @@
 namespace hororing {
 namespace {
 
-enum class Which { kRing, kRankOrder, kRecursiveDoubling, kChosen, kReproducible };
-constexpr Which kAlgorithms[] = {Which::kRing, Which::kRankOrder, Which::kRecursiveDoubling,
-                                 Which::kChosen, Which::kReproducible};
-const char* Name(Which algorithm) {
-  switch (algorithm) {
-    case Which::kRing: return "ring";
-    case Which::kRankOrder: return "rank order";
-    case Which::kRecursiveDoubling: return "recursive doubling";
-    case Which::kChosen: return "chosen";
-    case Which::kReproducible: return "reproducible";
-  }
-  return "";
-}
+enum class Which { kRing, kRankOrder };
+constexpr Which kAlgorithms[] = {Which::kRing, Which::kRankOrder};
+const char* Name(Which algorithm) { return algorithm == Which::kRing ? "ring" : "rank order"; }
 bool Takes(Which algorithm, const ReduceSpec& spec) {
   return algorithm != Which::kRing || !NeedsWideAccumulator(spec);
 }
 Status Run(Which algorithm, Transport& transport, const ReduceBuffer& buffer, Scratch& scratch) {
-  switch (algorithm) {
-    case Which::kRing: return RingAllreduce(transport, buffer, scratch, Soon());
-    case Which::kRankOrder: return RankOrderAllreduce(transport, buffer, scratch, Soon());
-    case Which::kRecursiveDoubling:
-      return RecursiveDoublingAllreduce(transport, buffer, scratch, Soon());
-    case Which::kChosen:
-    case Which::kReproducible: {
-      FlatOptions options;
-      options.reproducible = algorithm == Which::kReproducible;
-      AlgorithmUsed used = AlgorithmUsed::kNotCounted;
-      const Status status = Allreduce(transport, buffer, options, scratch, Soon(), &used);
-      CHECK(options.reproducible ? used == AlgorithmUsed::kRankOrder
-                                 : used != AlgorithmUsed::kNotCounted);
-      return status;
-    }
-  }
-  return Status(Code::kInternal, "no such algorithm");
+  return algorithm == Which::kRing ? RingAllreduce(transport, buffer, scratch, Soon())
+                                   : RankOrderAllreduce(transport, buffer, scratch, Soon());
 }
 
 // ---- allreduce ----
@@ -230,7 +205,7 @@ TEST(all_ranks_hold_the_same_bits_and_rank_order_is_reproducible) {
           CHECK(results[static_cast<size_t>(r)] == results[0]);
           CHECK(parts[static_cast<size_t>(r)] == parts[0]);
         }
-        if (algorithm == Which::kRankOrder || algorithm == Which::kReproducible) {
+        if (algorithm == Which::kRankOrder) {
           CHECK(results[0] == in_rank_order);
           // The bits do not depend on the elements that are fused.
           CHECK_EQ(std::memcmp(parts[0].data(), results[0].data(), parts[0].size()), 0);
@@ -240,11 +215,11 @@ TEST(all_ranks_hold_the_same_bits_and_rank_order_is_reproducible) {
   }
 }
 
-TEST(ring_and_recursive_doubling_stay_within_the_bound_of_summation) {
+TEST(a_ring_stays_within_the_bound_of_summation) {
   // |error| <= (N - 1) u sum|x|, u = 2^-24 for float32 (Higham, Accuracy and Stability, 4.2), in
   // any order; terms are at most 1, so sum|x| <= N.
   for (const int size : {2, 5, 8}) {
-    for (const Which algorithm : {Which::kRing, Which::kRecursiveDoubling}) {
+    {
       hororing_test::RunWorld(MakeWorld("inproc", size), [&](Rank& rank) {
         Scratch scratch;
         constexpr size_t kCount = 4099;
@@ -259,7 +234,7 @@ TEST(ring_and_recursive_doubling_stay_within_the_bound_of_summation) {
           }
         }
         const ReduceSpec spec{DataType::kFloat32, ReduceOp::kSum, 1, 1};
-        CHECK_OK(Run(algorithm, rank.transport, {data.data(), kCount, spec}, scratch));
+        CHECK_OK(Run(Which::kRing, rank.transport, {data.data(), kCount, spec}, scratch));
         const double bound = (size - 1) * std::exp2(-24) * size;
         for (size_t i = 0; i < kCount; ++i) {
           CHECK_NEAR(static_cast<double>(data[i]), exact[i], bound);
@@ -425,19 +400,17 @@ Status RunAdasum(Transport& transport) {
 
 // Collectives in segments have more of them than receives are posted ahead, but no larger buffers
 // than that takes: below, each of their operations takes a world.
-constexpr Collectives kCollectives[] = {
-    {"ring", &RunOnOnes<Which::kRing, 150001>},
-    {"rank order", &RunOnOnes<Which::kRankOrder, 150001>},
-    {"recursive doubling", &RunOnOnes<Which::kRecursiveDoubling, 100>},
-    {"allgather", &RunAllgather},
-    {"broadcast, tree", &RunBroadcast<1000>},
-    {"broadcast, chain", &RunBroadcast<2000000>},
-    {"allgather, straight", &RunStraightAllgather},
-    {"alltoall", &RunAlltoall},
-    {"alltoall, segments", &RunAlltoallInSegments},
-    {"reduce-scatter", &RunReduceScatter<10000, 0>},
-    {"reduce-scatter, segments", &RunReduceScatter<2500, 4096>},
-    {"Adasum", &RunAdasum}};
+constexpr Collectives kCollectives[] = {{"ring", &RunOnOnes<Which::kRing, 150001>},
+                                        {"rank order", &RunOnOnes<Which::kRankOrder, 150001>},
+                                        {"allgather", &RunAllgather},
+                                        {"broadcast, tree", &RunBroadcast<1000>},
+                                        {"broadcast, chain", &RunBroadcast<2000000>},
+                                        {"allgather, straight", &RunStraightAllgather},
+                                        {"alltoall", &RunAlltoall},
+                                        {"alltoall, segments", &RunAlltoallInSegments},
+                                        {"reduce-scatter", &RunReduceScatter<10000, 0>},
+                                        {"reduce-scatter, segments", &RunReduceScatter<2500, 4096>},
+                                        {"Adasum", &RunAdasum}};
 
 // CheckedTransport and the sanitizers notice a request that is left open or awaited twice, or whose
 // memory is freed too early; the watchdog notices a hang.

@@ -207,16 +207,12 @@ TEST(sums_in_rank_order_have_the_same_bits_in_segments_of_any_length) {
           for (const ReduceSpec& spec : {ReduceSpec{DataType::kBfloat16, ReduceOp::kSum, 1, 1},
                                          ReduceSpec{DataType::kInt64, ReduceOp::kAverage, 1, 1}}) {
             for (const size_t segment_bytes : {size_t{1}, size_t{8} << 10, size_t{1} << 20}) {
-              FlatOptions options;
-              options.reproducible = true;
-              options.gather = {nullptr, segment_bytes, segment_bytes != 1};
+              const GatherOptions options{nullptr, segment_bytes, segment_bytes != 1};
               Bytes data = Input(spec, rank.rank(), n);
               const Bytes expected = Expected(spec, rank.size(), data);
               if (segment_bytes == 1 && n > 100) continue;  // a message per byte
-              AlgorithmUsed used = AlgorithmUsed::kNotCounted;
-              CHECK_OK(Allreduce(rank.transport, {data.data(), n, spec}, options, scratch, Soon(),
-                                 &used));
-              CHECK(used == AlgorithmUsed::kRankOrder);
+              CHECK_OK(RankOrderAllreduce(rank.transport, {data.data(), n, spec}, scratch, Soon(),
+                                          options));
               CHECK(data == expected);
             }
           }
