@@ -1,4 +1,4 @@
-// The sums of the fake NCCL, slow and obvious.
+// The reductions of the fake NCCL, slow and simple.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace fake_gpu {
 
-// As in nccl.h; beyond kPreMulSum: those that were made.
+// As in nccl.h. Operations from kPreMulSum on are those that a rank has created.
 enum Type {
   kInt8,
   kUint8,
@@ -23,7 +23,7 @@ enum Op { kSum, kProd, kMax, kMin, kAvg, kPreMulSum };
 
 size_t SizeOf(int type);
 double Load(int type, const char* at);
-// What a rank sends for an operation with a factor of its own.
+// Returns the data that a rank sends for an operation with a factor of its own.
 std::vector<char> Multiplied(int type, double factor, const void* from, size_t count);
 void Reduce(int type, int op, const std::vector<std::vector<char>>& inputs, size_t count,
             char* out);

@@ -19,7 +19,7 @@ constexpr int kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kInval
               kNotReady = 600, kNotSupported = 801, kCaptureUnsupported = 900,
               kCaptureIsolation = 905;
 
-// An event is how many times it was recorded, and how many of those have come to pass.
+// Counts how often an event was recorded, and the last recording that its stream has reached.
 struct Event {
   std::mutex mutex;
   std::condition_variable changed;
@@ -44,7 +44,7 @@ int BreaksCapture() {
 }
 
 std::mutex pinned_mutex;
-std::map<char*, size_t>& Pinned() {  // beginnings and bytes
+std::map<char*, size_t>& Pinned() {  // addresses and sizes in bytes
   static auto* pinned = new std::map<char*, size_t>();
   return *pinned;
 }
@@ -76,14 +76,14 @@ int Copy(void* to, const void* from, size_t bytes, void* stream) {
 
 constexpr uint64_t kCopyMany = 1;
 
-// Of the table of kernels.cu.
+// An entry of the table of kernels.cu.
 struct Entry {
   const char* from;
   char* to;
   uint64_t bytes, first_block;
 };
 
-// Block by block, as kernels.cu finds its work.
+// Copies block by block, like the kernel in kernels.cu.
 void CopyMany(const std::vector<Entry>& entries, uint64_t blocks) {
   constexpr uint64_t kBlockBytes = 32 << 10;
   for (uint64_t block = 0; block < blocks; ++block) {
@@ -152,7 +152,7 @@ FAKE int cuDeviceGetName(char* name, int bytes, int) {
 }
 FAKE int cuDeviceGetAttribute(int* value, int attribute, int) {
   Visit(__func__);
-  if (attribute != 115) Violation("another attribute than that of memory pools");
+  if (attribute != 115) Violation("an attribute other than memory pools");
   *value = settings.no_pools == 0 ? 1 : 0;
   return 0;
 }
@@ -275,12 +275,12 @@ FAKE int cuMemAllocAsync(uint64_t* memory, size_t bytes, void* stream) {
   Visit(__func__);
   if (!HasContext()) return kInvalidContext;
   if (settings.no_pools != 0) {
-    Violation("memory of a pool that there is not");
+    Violation("an allocation from a pool that does not exist");
     return kNotSupported;
   }
   if (settings.no_memory_on == CurrentDevice()) return kOutOfMemory;
   if (counts.memory >= settings.most_memory) return kOutOfMemory;
-  // As if another tensor had been there.
+  // As if another tensor had used the memory before.
   std::shared_ptr<char> made = NewMemory(bytes);
   *memory = reinterpret_cast<uint64_t>(Memories().Add(made));
   Enqueue(stream, [made, bytes] { std::memset(made.get(), 0x7f, bytes); });
@@ -323,7 +323,7 @@ FAKE int cuMemFreeHost(void* memory) {
 FAKE int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
   Visit(__func__);
   if (IsPinned(from)) return Copy(Pointer(to), from, bytes, stream);
-  // Memory that is not pinned has been read when the call returns.
+  // Pageable memory has been read when the call returns.
   if (!HasContext()) return kInvalidContext;
   const char* data = static_cast<const char*>(from);
   std::vector<char> taken(data, data + bytes);

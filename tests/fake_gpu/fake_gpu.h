@@ -1,10 +1,9 @@
-/* What tests ask of the fake GPU, beside the functions of libcuda and libnccl that it has.
+/* The interface of the fake GPU for tests, in addition to the functions of libcuda and libnccl.
  *
- * One library stands for both: memory of the device is memory of the process, a stream is a
- * thread that carries out what is put into it, late, so that whoever does not wait for it sees
- * wrong data (and ThreadSanitizer a race), and communicators are mailboxes in shared memory, so
- * that ranks may be threads or processes. What the real libraries leave undefined is counted as a
- * violation here. */
+ * One library replaces both. Memory of the device is memory of the process. A stream is a thread
+ * that executes its work late, so code that does not wait for it sees wrong data (and
+ * ThreadSanitizer sees a race). Communicators are mailboxes in shared memory, so ranks may be
+ * threads or processes. The fake counts undefined uses of the real libraries as violations. */
 #ifndef TESTS_FAKE_GPU_FAKE_GPU_H_
 #define TESTS_FAKE_GPU_FAKE_GPU_H_
 
@@ -14,17 +13,17 @@
 extern "C" {
 #endif
 
-/* How the fake behaves from now on; all of the process. Returns -1 for an unknown name.
+/* Sets how the fake behaves from now on, in the whole process. Returns -1 for an unknown name.
  *   delay_us         before each piece of work in a stream (100)
- *   devices          how many there are (8)
+ *   devices          their number (8)
  *   cuda_version     13000
  *   no_module        kernels cannot be loaded
  *   capturing        every stream is being captured into a graph
  *   nccl_version     23203
- *   no_pools         devices have no memory in the order of streams
- *   most_memory      live pieces of it, of all devices, beyond which plain allocations fail
- *   init_fails       communicators cannot be made
- *   init_hangs       and do not come to an end of being made
+ *   no_pools         devices have no memory pools
+ *   most_memory      live allocations, on all devices, beyond which allocations fail
+ *   init_fails       communicators cannot be created
+ *   init_hangs       the creation of communicators never ends
  *   hang_after       the number of collectives after which all hang, until the abort; -1: none
  *   hang_ranks       those of communicators of so many ranks; 0: of all
  *   async_error_after  the same, after which communicators tell of an error
@@ -32,21 +31,20 @@ extern "C" {
 int fake_gpu_set(const char* name, int64_t value);
 void fake_gpu_reset(void);
 
-/* Threads stay in this function of the libraries, "ncclCommAbort", until another one is named, or
- * none (null). `device`: only those with a context of that device; -1: all. */
+/* Threads hang in this function of the libraries, as "ncclCommAbort", until the next call, which
+ * names another one or none (null). `device`: only threads with its context; -1: all. */
 void fake_gpu_hang_in(const char* function, int device);
-/* How many are in there. */
+/* The number of threads that hang there. */
 int fake_gpu_hanging(void);
 
-/* What was called in a way that the real libraries forbid, since the last call: how often, and the
- * first one as text (static). */
+/* Returns the number of violations since the last call, and the text of the first one (static). */
 int fake_gpu_violations(const char** first);
-/* Live objects: "events", "streams", "memory", "pinned", "communicators", "contexts",
- * "operations"; and "collectives", "aborts", "kernels", "copies", "recorded"
- * (events): done so far. */
+/* Counts live objects ("events", "streams", "memory", "pinned", "communicators", "contexts",
+ * "operations") or what was done so far ("collectives", "aborts", "kernels", "copies", "recorded"
+ * events). */
 int64_t fake_gpu_count(const char* what);
 
-/* As a framework would: a stream, work in it, and the wait of the host for all of it. */
+/* What a framework does: it creates a stream, puts work into it, and waits for all of it. */
 void* fake_gpu_stream(void);
 void fake_gpu_run(void* stream, void (*work)(void*), void* argument);
 void fake_gpu_synchronize(void* stream);

@@ -10,7 +10,7 @@
 namespace fake_gpu {
 namespace {
 
-// Moves what can be moved; false when nothing could.
+// Moves one message if possible. Returns whether it did.
 bool Move(Comm& comm, Half& half) {
   const size_t me = static_cast<size_t>(comm.rank), peer = static_cast<size_t>(half.peer);
   Box& box = half.sends ? comm.shared->boxes[me][peer] : comm.shared->boxes[peer][me];
@@ -51,7 +51,7 @@ void MoveAll(Comm& comm, std::vector<Half> halves) {
   const bool hangs = here && settings.hang_after >= 0 && counts.collectives > settings.hang_after;
   for (;;) {
     bool moved = false, done = !hangs;
-    // Messages of one pair have one order.
+    // Messages between two ranks are moved in order.
     std::map<std::pair<bool, int>, bool> busy;
     for (Half& half : halves) {
       if (half.done == half.total()) continue;
@@ -70,7 +70,7 @@ Header HeaderOf(const char* what, size_t bytes, int type, int op, int root) {
   std::strncpy(header.what, what, sizeof header.what - 1);
   header.bytes = static_cast<int64_t>(bytes);
   header.type = type;
-  header.op = std::min<int>(op, kPreMulSum);  // each rank numbers those that it has made
+  header.op = std::min<int>(op, kPreMulSum);  // each rank numbers its own operations
   header.root = root;
   return header;
 }

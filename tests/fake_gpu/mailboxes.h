@@ -1,5 +1,5 @@
-// What moves bytes between the ranks of a fake communicator: a file of shared memory with a mailbox
-// for every ordered pair of them.
+// Moves bytes between the ranks of a fake communicator, through a shared-memory file with a mailbox
+// for every ordered pair of ranks.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ enum Result {
 };
 
 constexpr size_t kMost = 16;            // ranks
-constexpr size_t kBoxBytes = 32 << 10;  // that a mailbox holds at a time
+constexpr size_t kBoxBytes = 32 << 10;  // capacity of a mailbox
 
 struct Box {
   std::atomic<uint32_t> bytes;  // 0: empty
@@ -42,22 +42,22 @@ struct Header {
   char what[16];
   int64_t bytes;
   int32_t type, op, root;
-  int32_t unused = 0;  // instead of padding, which would be compared, too
+  int32_t unused = 0;  // instead of padding, which memcmp would compare, too
 };
 
 struct Comm {
   Shared* shared = nullptr;
   std::string name;
   int rank = 0, ranks = 1;
-  std::atomic<int> state{kInProgress};  // what comm_async_error says
+  std::atomic<int> state{kInProgress};  // the result of ncclCommGetAsyncError
   std::atomic<bool> aborted{false}, dead{false}, finalized{false};
   std::atomic<int> under_way{0};         // collectives in streams
   std::atomic<bool> start_ended{false};  // of the thread that waits for the other ranks
-  // Of a group that has ended, until comm_async_error is asked.
+  // Work of a group that has ended, until ncclCommGetAsyncError is called.
   std::mutex mutex;
   std::vector<std::pair<void*, std::function<void()>>> waiting;
-  std::map<int, double> factors;  // of operations made here
-  int operations = 0;             // ever
+  std::map<int, double> factors;  // of live operations
+  int operations = 0;             // created so far
 };
 
 // One half of a transfer: a header, then the bytes.
@@ -71,12 +71,12 @@ struct Half {
   Header found = {};
 };
 
-// Until all is moved, or the communicator is aborted.
+// Returns when everything has been moved, or the communicator is aborted.
 void MoveAll(Comm& comm, std::vector<Half> halves);
 Header HeaderOf(const char* what, size_t bytes, int type, int op = 0, int root = 0);
-// Every rank's `send` of the header's bytes.
+// Returns the `send` buffers of all ranks; their size is the header's `bytes`.
 std::vector<std::vector<char>> Exchange(Comm& comm, const Header& header, const void* send);
-// The sends and receives of one group, at the same time.
+// Does the sends and receives of one group at the same time.
 void TogetherWith(Comm& comm, const std::vector<Half>& halves);
 
 }  // namespace fake_gpu

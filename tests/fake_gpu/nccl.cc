@@ -1,8 +1,8 @@
 // The functions of libnccl that csrc/gpu uses. Ranks are threads or processes.
 //
-// As with the real one a collective does nothing before its group has ended and, since
-// communicators do not block, before comm_async_error has been asked afterwards: whoever records
-// an event earlier sees it come too soon.
+// As in the real library, a collective does nothing before its group has ended and, because
+// communicators do not block, before ncclCommGetAsyncError is called afterwards. An event that is
+// recorded earlier is reached too early.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -34,7 +34,7 @@ thread_local std::vector<Comm*> ending;  // aborted in the group
 bool Usable(Comm* comm) {
   if (!HasContext()) return false;
   const bool usable = comm != nullptr && !comm->dead && !comm->aborted && comm->state == kSuccess;
-  if (!usable) Violation("a collective on a communicator that is not ready, or no more");
+  if (!usable) Violation("a collective on a communicator that is not ready or has ended");
   return usable;
 }
 
@@ -62,18 +62,18 @@ int PointToPoint(Comm* comm, void* stream, bool sends, void* data, size_t bytes,
               {sends, peer, static_cast<char*>(data), HeaderOf("sendrecv", bytes, 0)}});
 }
 
-// Waits for what it has in streams, as the real one does: behind a collective of another
-// communicator, for which nobody else waits any more, that may take for ever.
+// Waits for the communicator's work in streams, as the real library does. Behind a hanging
+// collective of another communicator, this never ends.
 void Bury(Comm* comm) {
   while (!comm->start_ended || comm->under_way > 0)
     std::this_thread::sleep_for(std::chrono::microseconds(50));
-  if (comm->aborted) shm_unlink(comm->name.c_str());  // perhaps before all had come
+  if (comm->aborted) shm_unlink(comm->name.c_str());  // perhaps not all ranks have mapped it
   --counts.communicators;
 }
 
 int EndGroup() {
   if (depth == 0) {
-    Violation("a group ends that has not begun");
+    Violation("the end of a group that has not begun");
     return kInvalidUsage;
   }
   if (--depth > 0) return kSuccess;
@@ -99,11 +99,11 @@ int EndGroup() {
 double FactorOf(Comm* comm, int op) {
   if (op < kPreMulSum) return 1;
   const auto found = comm->factors.find(op);
-  if (found == comm->factors.end()) Violation("an operation that does not exist, or no more");
+  if (found == comm->factors.end()) Violation("an operation that does not exist or has ended");
   return found == comm->factors.end() ? 1 : found->second;
 }
 
-// The rest of a communicator's making: waits for the other ranks.
+// The rest of a communicator's creation: waits for the other ranks.
 void Start(Comm* comm) {
   ++comm->shared->arrived;
   while (comm->shared->arrived < comm->ranks || settings.init_hangs != 0) {
@@ -178,7 +178,7 @@ FAKE int ncclCommInitRankConfig(Comm** made, int ranks, UniqueId id, int rank, c
     return kInvalidArgument;
   }
   static std::mutex mutex;
-  static auto* all = new std::vector<Comm*>();  // kept: work in streams may look at dead ones
+  static auto* all = new std::vector<Comm*>();  // kept: work in streams may use dead ones
   auto* comm = new Comm();
   {
     std::lock_guard<std::mutex> lock(mutex);
@@ -189,13 +189,13 @@ FAKE int ncclCommInitRankConfig(Comm** made, int ranks, UniqueId id, int rank, c
   comm->shared = static_cast<Shared*>(
       mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
   close(file);
-  // The name goes with the last one who needs it: whoever is killed later leaves nothing behind.
+  // The last rank that needs the name removes it, so a rank that is killed later leaves no file.
   if (++comm->shared->mapped == ranks) shm_unlink(id.bytes);
   comm->name = id.bytes;
   comm->rank = rank;
   comm->ranks = ranks;
   ++counts.communicators;
-  // Not joined: who ends the communicator may have been given up.
+  // Not joined: the thread that ends the communicator may be abandoned.
   std::thread([comm] {
     Start(comm);
     comm->start_ended = true;
@@ -218,7 +218,7 @@ FAKE int ncclCommGetAsyncError(Comm* comm, int* error) {
       });
     }
     comm->waiting.clear();
-    comm->state = kSuccess;  // to be seen the next time
+    comm->state = kSuccess;  // the next call returns it
   } else if (*error == kInProgress && comm->finalized) {
     comm->state = kSuccess;
   }
@@ -331,7 +331,7 @@ FAKE int ncclRecv(void* receive, size_t count, int type, int peer, Comm* comm, v
 
 FAKE int ncclRedOpCreatePreMulSum(int* op, void* scalar, int type, int residence, Comm* comm) {
   Visit(__func__);
-  if (residence != 1 || type < kFloat16) Violation("a factor that is no float of the host");
+  if (residence != 1 || type < kFloat16) Violation("a factor that is not a float in host memory");
   *op = kPreMulSum + comm->operations++;
   comm->factors[*op] = Load(type, static_cast<const char*>(scalar));
   ++counts.operations;
@@ -339,7 +339,8 @@ FAKE int ncclRedOpCreatePreMulSum(int* op, void* scalar, int type, int residence
 }
 FAKE int ncclRedOpDestroy(int op, Comm* comm) {
   Visit(__func__);
-  if (comm->factors.erase(op) == 0) Violation("an operation ends that does not exist, or no more");
+  if (comm->factors.erase(op) == 0)
+    Violation("the end of an operation that does not exist or has ended");
   --counts.operations;
   return kSuccess;
 }

@@ -1,4 +1,4 @@
-// Streams of the fake: each is a thread that carries out its work in order, and late.
+// Streams of the fake: each is a thread that executes its work in order, and late.
 #pragma once
 
 #include <chrono>
@@ -15,7 +15,6 @@
 
 namespace fake_gpu {
 
-// A thread that carries out work in order.
 class Stream {
  public:
   Stream() : thread_([this] { Work(); }) {}
@@ -57,7 +56,7 @@ class Stream {
   }
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::function<void()>> queue_;  // what is at work stays until it is done
+  std::deque<std::function<void()>> queue_;  // running work stays until it is done
   bool end_ = false;
   std::thread thread_;
 };
@@ -76,7 +75,7 @@ class Registry {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = live_.find(handle);
     if (found != live_.end()) return found->second;
-    Violation(std::string(what) + " that does not exist, or no more");
+    Violation(std::string(what) + " that does not exist or has ended");
     return nullptr;
   }
   std::shared_ptr<Object> Remove(void* handle, const char* what) {
@@ -91,7 +90,7 @@ class Registry {
   std::map<void*, std::shared_ptr<Object>> live_;
 };
 
-// Never destroyed: streams of a process that ends are at work until then.
+// Never destroyed: streams work until the process ends.
 Registry<Stream>& Streams();
 
 }  // namespace fake_gpu

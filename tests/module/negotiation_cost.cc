@@ -16,7 +16,7 @@
 namespace hororing {
 namespace {
 
-// Of this thread, so that other processes of a busy machine do not count.
+// CPU time of this thread, so that other processes on a busy machine do not count.
 int64_t CpuNs() {
   timespec now{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
@@ -37,12 +37,12 @@ Report Decoded(const std::string& message) {
   return report;
 }
 
-// What the first rank of a host makes of its neighbours' messages; its own report does not travel.
+// Returns the combined message of the first rank of a host. Its own report is not sent to it.
 std::string Combine(HostReports* combiner, const std::vector<int>& host,
                     const std::string& message) {
   for (const int rank : host) combiner->Receive(rank, Decoded(message), true, 0);
   std::optional<std::string> made = combiner->Take(0);
-  if (!made) throw std::logic_error("reports that are alike were held");
+  if (!made) throw std::logic_error("identical reports were held");
   return std::move(*made);
 }
 
@@ -65,7 +65,7 @@ std::vector<NegotiationCost> PlayNegotiation(int ranks,
       bursts.begin(), bursts.end(), size_t{1},
       [](size_t sum, const std::vector<int64_t>& burst) { return sum + burst.size(); }));
   Coordinator coordinator(options);
-  std::vector<std::vector<int>> hosts;  // but the coordinator's
+  std::vector<std::vector<int>> hosts;  // except the coordinator's
   std::vector<HostReports> combiners;
   for (int rank = combined; rank < ranks; ++rank) {
     if (rank % combined == 0) hosts.emplace_back();
@@ -102,7 +102,8 @@ std::vector<NegotiationCost> PlayNegotiation(int ranks,
       }
       const int64_t begin = CpuNs();
       coordinator.Receive(0, report, 0);
-      for (int rank = 1; rank < std::min(ranks, combined); ++rank) {  // of the same host
+      for (int rank = 1; rank < std::min(ranks, combined);
+           ++rank) {  // ranks of the coordinator's host
         Arrive(&coordinator, rank, message, &cost);
       }
       for (size_t host = 0; host < hosts.size(); ++host) {

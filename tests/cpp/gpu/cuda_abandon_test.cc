@@ -15,8 +15,8 @@ void AwaitHanging() {
   while (fake_gpu_hanging() == 0 && NowNs() < limit) std::this_thread::yield();
 }
 
-// Two ranks whose communicator is made, but for `first`, with a deadline of a second. Rank 1 stays
-// in `function` from then on; `script` is what it does; rank 0 waits for it in vain.
+// Plays two ranks with a deadline of a second; unless `first`, they have a communicator. Rank 1
+// then runs `script` and hangs in `function`, while rank 0 waits for it until the deadline.
 void PlayStuck(const char* function, bool first,
                const std::function<void(Player&, OnDevice&)>& script) {
   InStep step(2);
@@ -32,7 +32,7 @@ void PlayStuck(const char* function, bool first,
           script(player, gpu);
           CHECK(player.engine->abandoned());
           CHECK(!player.engine->Shutdown("", kTestTimeout));
-          // As the C interface does. The thread is let go, and stops before it touches anything.
+          // As the C interface does. The thread then returns, and stops before it uses anything.
           static_cast<void>(player.engine.release());
           fake_gpu_hang_in(nullptr, -1);
           return;
@@ -57,7 +57,7 @@ TEST(who_waits_for_a_call_of_nccl_or_the_driver_that_does_not_return_gets_an_err
   struct Case {
     const char* function;
     const char* library;
-    bool first;  // of the making of a communicator
+    bool first;  // the call is one that creates the communicator
   };
   for (const Case& each : {Case{"ncclGroupEnd", "NCCL", false},
                            {"ncclAllReduce", "NCCL", false},
@@ -83,12 +83,12 @@ TEST(who_waits_for_a_call_of_nccl_or_the_driver_that_does_not_return_gets_an_err
   }
 }
 
-// NCCL before 2.22 aborts communicators one by one, each when its kernels have ended, and here
-// those of the first lie in the stream behind one of the other.
+// NCCL before 2.22 aborts communicators one by one, each when its kernels have ended. Here the
+// kernels of the first communicator are in the stream behind a kernel of the second.
 TEST(an_abort_that_never_ends_keeps_no_error_from_anybody_and_shutdown_returns) {
   const EngineConfig base = CudaConfig();
   fake_gpu_set("nccl_version", 22005);
-  // Never destroyed: streams of engines that were given up are at work on it.
+  // Never destroyed: streams of abandoned engines still use it.
   using Tensors = std::vector<std::vector<float>>;
   static auto* const kept = new std::vector<Tensors>(3);
   InStep step(3);
@@ -116,8 +116,8 @@ TEST(an_abort_that_never_ends_keeps_no_error_from_anybody_and_shutdown_returns) 
   NothingForbidden();
 }
 
-// A first use of a device that does not return, on a thread of the script's: not what the engine is
-// in, nor what it waits for when it ends.
+// A thread of the script hangs in its first use of a device. The engine is not in this call, and
+// does not wait for it when it ends.
 TEST(an_abort_does_not_wait_for_a_device_that_a_caller_never_gets) {
   std::thread stuck;
   Play(2, CudaConfig(), [&](Player& player) {
@@ -142,7 +142,7 @@ TEST(an_abort_does_not_wait_for_a_device_that_a_caller_never_gets) {
   NothingForbidden();
 }
 
-// And who needs that device to take part gives up, as if the call were the loop's own.
+// A rank that needs that device to take part gives up, as if the engine's loop hung in the call.
 TEST(a_rank_that_has_joined_does_not_wait_for_ever_for_a_device_that_a_caller_never_gets) {
   std::thread stuck;
   PlayStuck("cuStreamCreateWithPriority", /*first=*/true, [&](Player& player, OnDevice&) {

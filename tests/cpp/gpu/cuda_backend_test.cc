@@ -1,4 +1,4 @@
-// Rung 2: batches on devices, by NCCL and by way of the host, over the fake GPU.
+// Rung 2: batches on devices, through NCCL and through host memory, on the fake GPU.
 #include <algorithm>
 #include <atomic>
 #include <numeric>
@@ -12,7 +12,7 @@ using namespace hororing;
 
 namespace {
 
-struct Moved {  // of one rank in a collective that moves bytes
+struct Moved {  // data of one rank in a collective that only moves bytes
   std::vector<int32_t> input, output, seen;
 };
 
@@ -216,7 +216,7 @@ TEST(factors_that_nccl_would_round_or_has_not_go_by_way_of_the_host) {
   fake_gpu_reset();
   std::vector<ReduceSpec> specs;
   for (const DataType dtype : {DataType::kFloat16, DataType::kBfloat16}) {
-    // 16 bits hold neither 1/3 nor, at the other end, what makes it good again.
+    // 16 bits cannot represent these factors.
     specs.push_back({dtype, ReduceOp::kSum, 1.0 / 3, 1.0});
     specs.push_back({dtype, ReduceOp::kAverage, 1.0, 0.7});
     specs.push_back({dtype, ReduceOp::kAverage, 1e-12, 7e11});
@@ -287,7 +287,7 @@ TEST(ranks_choose_nccl_where_each_has_it_and_a_device_of_its_own) {
 TEST(ranks_with_different_releases_of_nccl_go_by_way_of_the_host) {
   fake_gpu_reset();
   RunCuda(2, {}, [](CudaRank& rank) {
-    // Each rank loads NCCL in its turn.
+    // The ranks load NCCL one after the other.
     for (int r = 0; r < 2; ++r) {
       Meet(rank);
       if (r != rank.r) continue;
@@ -351,7 +351,7 @@ TEST(a_communicator_that_does_not_come_about_ends_by_the_deadline_and_is_aborted
   NothingLeft();
 }
 
-// Also of tensors that are unpacked behind it, from memory that the backend's end gives back.
+// Also if tensors are unpacked behind it, from memory that the backend frees when it ends.
 TEST(a_collective_that_hangs_is_noticed_and_the_abort_frees_the_stream) {
   fake_gpu_reset();
   CudaOptions options{GpuMode::kNccl};

@@ -40,8 +40,8 @@ TEST(a_step_of_many_tensors_on_devices_is_right_and_never_waits_for_the_host) {
   }
 }
 
-// Submit wakes nobody where the caller can run the loop in Wait. If a device comes into use in
-// between, the caller cannot, and nothing else wakes the loop here: no periodic check, no peer.
+// Submit does not wake the loop if the caller can run it in Wait. If a device comes into use in
+// between, the caller cannot, and here neither a periodic check nor a peer wakes the loop.
 TEST(a_caller_that_can_no_longer_drive_the_loop_wakes_it) {
   EngineConfig config = CudaConfig();
   config.checks_ns = kForever;
@@ -114,7 +114,7 @@ TEST(gathered_results_without_memory_pools_are_given_back_also_where_there_is_no
     fake_gpu_set("no_pools", 1);
     if (size == 1) fake_gpu_set("most_memory", 1);  // so that the next result waits for the last
     PlayCuda(size, config, [](Player& player, OnDevice& gpu) {
-      std::deque<std::vector<float>> inputs, outputs;  // streams may be at work on them
+      std::deque<std::vector<float>> inputs, outputs;  // streams may still use them
       for (int step = 0; step < 30; ++step) {
         std::vector<float>& rows = inputs.emplace_back(static_cast<size_t>(5000 + 97 * step));
         const float mine = static_cast<float>(player.rank + step);
@@ -126,14 +126,14 @@ TEST(gathered_results_without_memory_pools_are_given_back_also_where_there_is_no
         CHECK_OK(gpu.Finish(handle));
         std::vector<float>& all =
             outputs.emplace_back(static_cast<size_t>(player.size) * rows.size(), -1.0f);
-        if (step % 3 != 0) {  // else it is given back where nobody has looked at it
+        if (step % 3 != 0) {  // otherwise the result is freed unread
           ResultBuffer result;
           CHECK_OK(player.handles->Take(handle, 0, &result));
           CHECK_OK(result.on_device()->MoveTo(all.data(), result.bytes(),
                                               reinterpret_cast<CuStream>(gpu.stream)));
         }
         player.handles->Release(handle);
-        if (step % 5 == 0) continue;  // and the next one comes while this one is under way
+        if (step % 5 == 0) continue;  // the next one starts while this one is in flight
         fake_gpu_synchronize(gpu.stream);
         if (step % 3 == 0) continue;
         CHECK_EQ(all[0], static_cast<float>(step));
@@ -237,7 +237,7 @@ TEST(a_process_set_that_is_stuck_on_the_device_fails_its_removal_and_nothing_els
         fake_gpu_set("hang_after", 0);
         if (member) {
           CHECK_OK(gpu.Start("lost", lost, 1.0f, &handle, ReduceOp::kSum, set));
-          CHECK_OK(gpu.Finish(handle));  // it is in the stream, and stays there
+          CHECK_OK(gpu.Finish(handle));  // it hangs in the stream
           player.handles->Release(handle);
         }
         const Status status = player.RemoveSet(id, &removed);
@@ -290,7 +290,7 @@ TEST(a_rank_that_breaks_off_frees_the_others_whose_devices_wait_for_it) {
     fake_gpu_set("hang_after", 0);
     int64_t handle = 0;
     CHECK_OK(gpu.Start("y", data, 1.0f, &handle));
-    CHECK_OK(gpu.Finish(handle));  // it is in the stream, and stays there
+    CHECK_OK(gpu.Finish(handle));  // it hangs in the stream
     step.Wait();
     if (player.rank == 1) {
       CHECK(player.engine->Abort("no more", kTestTimeout));
@@ -301,7 +301,7 @@ TEST(a_rank_that_breaks_off_frees_the_others_whose_devices_wait_for_it) {
       CHECK(status.code() == Code::kPeerLost);
       CHECK(player.engine->Shutdown("", kTestTimeout));
     }
-    fake_gpu_synchronize(gpu.stream);  // which waits for "y": the abort has ended it
+    fake_gpu_synchronize(gpu.stream);  // waits for "y", which the abort has ended
   });
   CHECK_EQ(fake_gpu_count("aborts") - aborts, 2);
   fake_gpu_reset();

@@ -1,4 +1,4 @@
-// A rank that is given up in a call of NCCL tells its peers, whose own deadline is far away.
+// An engine that is abandoned in a call of NCCL tells its peers, whose own deadline is far away.
 #include <atomic>
 #include <thread>
 
@@ -9,7 +9,7 @@ using namespace hororing_test;
 TEST(peers_hear_at_once_of_a_rank_that_was_given_up_in_a_call_of_nccl) {
   constexpr int kStuck = 1;
   constexpr TimeNs kSoon = 2 * kSecond;
-  // Never destroyed: streams of the engine that was given up are at work on it.
+  // Never destroyed: streams of the abandoned engine still use it.
   static auto* const data = new std::vector<std::vector<float>>(2, std::vector<float>(10));
   std::atomic<int> ready{0};
   std::atomic<TimeNs> given_up_ns{0};
