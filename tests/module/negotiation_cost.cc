@@ -102,8 +102,7 @@ std::vector<NegotiationCost> PlayNegotiation(int ranks,
       }
       const int64_t begin = CpuNs();
       coordinator.Receive(0, report, 0);
-      for (int rank = 1; rank < std::min(ranks, combined);
-           ++rank) {  // ranks of the coordinator's host
+      for (int rank = 1; rank < std::min(ranks, combined); ++rank) {  // of the same host
         Arrive(&coordinator, rank, message, &cost);
       }
       for (size_t host = 0; host < hosts.size(); ++host) {

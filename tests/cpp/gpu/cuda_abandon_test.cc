@@ -116,8 +116,8 @@ TEST(an_abort_that_never_ends_keeps_no_error_from_anybody_and_shutdown_returns) 
   NothingForbidden();
 }
 
-// A thread of the script hangs in its first use of a device. The engine is not in this call, and
-// does not wait for it when it ends.
+// A first use of a device that does not return, on a thread of the script's: not what the engine is
+// in, nor what it waits for when it ends.
 TEST(an_abort_does_not_wait_for_a_device_that_a_caller_never_gets) {
   std::thread stuck;
   Play(2, CudaConfig(), [&](Player& player) {
