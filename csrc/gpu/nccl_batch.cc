@@ -100,7 +100,7 @@ Status OpOf(const ReduceSpec& spec, int ranks, NcclCommunicator& communicator, N
       *op = spec.dtype == DataType::kBool ? kNcclMax : kNcclSum;
       return factor == 1.0 ? Status::Ok() : communicator.ScaledSum(spec.dtype, factor, op);
     case ReduceOp::kAverage:
-      *op = kNcclAvg;
+      *op = ranks > 1 ? kNcclAvg : kNcclSum;
       if (spec.weights != nullptr) {
         return communicator.ScaledSum(spec.dtype, factor / spec.weights->back(), op);
       }
@@ -203,6 +203,9 @@ bool NcclSupports(Collective kind, const ReduceSpec& spec, int ranks) {
   if (!NcclSupportsType(spec.dtype) || spec.op == ReduceOp::kAdasum) return false;
   const bool floating = IsFloating(spec.dtype);
   if (spec.op == ReduceOp::kAverage && !floating) return false;
+  // NCCL 2.28 does not write the last elements of one rank's sum with a factor; 2.30.7 does.
+  const bool scales = spec.prescale != 1.0 || spec.postscale != 1.0 || spec.weights != nullptr;
+  if (ranks == 1 && scales) return false;
   if (spec.weights != nullptr) {  // 16-bit factors would be rounded; 0 times NaN is NaN
     const std::vector<double>& weights = *spec.weights;
     return ElementSize(spec.dtype) > 2 && std::count(weights.begin(), weights.end(), 0.0) == 0;

@@ -400,14 +400,14 @@ TEST(looking_at_what_is_under_way_breaks_no_capture_of_the_framework) {
 
 TEST(factors_that_change_from_step_to_step_leave_no_operations_behind) {
   fake_gpu_reset();
-  RunCuda(1, {GpuMode::kNccl}, [](CudaRank& rank) {
+  RunCuda(2, {GpuMode::kNccl}, [](CudaRank& rank) {
     for (int step = 1; step <= 200; ++step) {
       float value = 3, seen = 0;
       Batch batch = OneFloat(&value);
       batch.entries[0].reduce.prescale = step % 3 == 0 ? 0.5 : static_cast<double>(step) / 64;
       CHECK_OK(RunBatch(rank, batch, [&] { value = 64; }, [&] { seen = value; }));
-      CHECK_EQ(seen, static_cast<float>(64 * batch.entries[0].reduce.prescale));
-      CHECK(fake_gpu_count("operations") <= 64);
+      CHECK_EQ(seen, static_cast<float>(128 * batch.entries[0].reduce.prescale));
+      CHECK(fake_gpu_count("operations") <= 128);
     }
   });
   CHECK_EQ(fake_gpu_count("operations"), 0);
