@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <future>
 #include <mutex>
 
 #include "base/clock.h"
@@ -26,6 +27,7 @@ class CallWatch {
   struct Name {
     const char* call = nullptr;
     const char* library = nullptr;
+    bool waits_for_kernels = false;  // of NCCL, and so returns once these are aborted
   };
 
   // Around a call. `watch` may be null.
@@ -76,11 +78,11 @@ class CallWatch {
   Name Abandon() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (seen_ % 2 == 0 || !state_.compare_exchange_strong(seen_, kAbandoned)) return {};
-    return {call_.load(), library_.load()};
+    return {call_.load(), library_.load(), waits_for_kernels_.load()};
   }
   bool abandoned() const { return state_.load() == kAbandoned; }
-  // Whether the call has returned since.
-  bool parked() const { return parked_.load(); }
+  // Blocks until the call has returned. REQUIRES: abandoned(); one caller.
+  void AwaitParked() { parked_.get_future().wait(); }
 
  private:
   static constexpr uint64_t kAbandoned = ~uint64_t{0} - 1;  // even: no call to watch
@@ -88,12 +90,13 @@ class CallWatch {
   void Enter(const Name& name) {
     call_.store(name.call, std::memory_order_relaxed);
     library_.store(name.library, std::memory_order_relaxed);
+    waits_for_kernels_.store(name.waits_for_kernels, std::memory_order_relaxed);
     state_.store(++count_, std::memory_order_release);
   }
   void Leave() {
     uint64_t entered = count_++;
     if (state_.compare_exchange_strong(entered, count_)) return;
-    parked_ = true;
+    parked_.set_value();
     for (;;) pause();
   }
 
@@ -103,7 +106,8 @@ class CallWatch {
   std::atomic<uint64_t> state_{0};
   uint64_t count_ = 0;  // the same; of the thread that calls
   std::atomic<const char*> call_{nullptr}, library_{nullptr};
-  std::atomic<bool> parked_{false};
+  std::atomic<bool> waits_for_kernels_{false};
+  std::promise<void> parked_;
   std::mutex mutex_;
   uint64_t seen_ = 0;      // GUARDED_BY(mutex_)
   TimeNs elapsed_ns_ = 0;  // GUARDED_BY(mutex_)

@@ -171,7 +171,9 @@ int EndEngine(const char* reason, const std::function<bool(Engine&)>& end) {
     return HR_OK;
   }
   const bool abandoned = engine->abandoned();
+  const bool freed = abandoned && engine->AwaitFreed(kAbortTime);
   new std::shared_ptr<Engine>(std::move(engine));
+  if (freed) return HR_OK;
   if (!abandoned) return Remember(TimedOut());
   std::lock_guard<std::mutex> lock(process.mutex);
   process.abandoned = true;

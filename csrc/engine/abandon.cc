@@ -1,17 +1,22 @@
-// Engine: how waiting callers notice that the loop's thread will not return.
+// Engine: how waiting callers, and a thread of its own where a device is in use, notice that the
+// loop's thread will not return.
 #include <algorithm>
+#include <chrono>
 #include <string>
 
 #include "base/log.h"
 #include "engine/engine.h"
+#include "engine/loop.h"
 
 namespace hororing {
 namespace {
 
 // A call that should return at once never takes this long, however busy the machine is.
 constexpr TimeNs kLongestCall = 30 * kSecond;
-// The limit for a call during which a neighbour died: after that it never returns.
+// The limit for a call during which a neighbour died, or the store said that a rank is lost: after
+// that it never returns.
 constexpr TimeNs kLongestAfterDeath = 2 * kSecond;
+constexpr TimeNs kWatchInterval = 500 * kMillisecond;
 
 }  // namespace
 
@@ -25,7 +30,7 @@ void Engine::CheckLoop() {
   int dead = 0;
   const int ranks = static_cast<int>(neighbours_.size());
   while (dead < ranks && !IsGone(neighbours_[static_cast<size_t>(dead)])) ++dead;
-  if (dead == ranks && lasts < limit) return;
+  if (dead == ranks && lasts < limit && !shared_.mailbox.revoked()) return;
   const CallWatch::Name name = calls_.Abandon();
   if (name.call == nullptr) return;
 
@@ -36,8 +41,11 @@ void Engine::CheckLoop() {
   std::string text = std::string(name.call) + " of " + whose + " has not returned for " +
                      std::to_string(lasts / kSecond) + " s";
   if (!in_batch.empty()) text += ", in a batch of " + in_batch;
-  text += "; the engine has given it up, and this process can only end";
+  const bool can_abort = name.waits_for_kernels && !ended;
+  text += can_abort ? "; the engine aborts its GPU work"
+                    : "; the engine has given it up, and this process can only end";
   if (ended) return Log(LogLevel::kError, text);
+  if (can_abort) waits_for_kernels_ = loop_;
   Status why(Code::kTransport, text);
   if (dead < ranks) {
     const std::string who = "rank " + std::to_string(dead) + " (pid " +
@@ -47,6 +55,28 @@ void Engine::CheckLoop() {
   Log(LogLevel::kError, "the engine has failed: " + why.message());
   if (name.library != nullptr) shared_.mailbox.TellPeers(why);
   Finish(why);
+}
+
+// Checks the loop while callers are in the driver, too. A launch waits there while the queue is
+// full of work that waits for our kernels, and these may wait for a dead peer. Such a launch also
+// keeps the loop out of the driver, so that it does not notice.
+void Engine::WatchDevice() {
+  while (!abandoned() || state() == State::kRunning) {
+    const std::chrono::nanoseconds interval(kWatchInterval);
+    if (ended_.wait_for(interval) == std::future_status::ready) return;
+    CheckLoop();
+  }
+  Loop* const loop = waits_for_kernels_;
+  if (loop == nullptr) return;
+  loop->runner().Abort();
+  calls_.AwaitParked();
+  loop->runner().FreeBackends();
+  free_.set_value();
+}
+
+bool Engine::AwaitFreed(TimeNs timeout_ns) const {
+  return waits_for_kernels_ != nullptr &&
+         freed_.wait_for(std::chrono::nanoseconds(timeout_ns)) == std::future_status::ready;
 }
 
 }  // namespace hororing

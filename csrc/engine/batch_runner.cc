@@ -111,12 +111,16 @@ BatchRunner::BatchRunner(Shared& shared, Communicator world) : shared_(shared) {
   AddSet(kWorldSet, std::move(world));
 }
 
-BatchRunner::~BatchRunner() {
+void BatchRunner::Abort() {
   shared_.devices->AbortTogether([this] {
     for (const auto& [id, communicator] : communicators_) {
       for (const auto& backend : communicator.backends) backend->Abort();
     }
   });
+}
+
+void BatchRunner::FreeBackends() {
+  for (auto& [id, communicator] : communicators_) communicator.backends.clear();
 }
 
 Status BatchRunner::Run(const std::vector<Work>& work) {

@@ -39,8 +39,7 @@ struct Communicator {
 class BatchRunner {
  public:
   BatchRunner(Shared& shared, Communicator world);
-  // Aborts pending GPU operations, without the other ranks.
-  ~BatchRunner();
+  ~BatchRunner() { Abort(); }
   BatchRunner(const BatchRunner&) = delete;
   BatchRunner& operator=(const BatchRunner&) = delete;
 
@@ -53,6 +52,11 @@ class BatchRunner {
 
   // Returns the error of a GPU batch that has failed since it was started, if any.
   Status CheckDevices();
+  // Aborts pending GPU operations, without the other ranks. Calls NCCL, not the driver, in which
+  // other threads may be waiting for the kernels that this ends.
+  void Abort();
+  // Frees all backends, which can no longer be used.
+  void FreeBackends();
   // Clean shutdown of all ranks: waits for devices, until `deadline`.
   void Leave(TimeNs deadline);
 

@@ -72,6 +72,7 @@ Engine::Engine(const EngineConfig& config, std::shared_ptr<HandleTable> handles)
 
 Engine::~Engine() {
   if (thread_.joinable()) thread_.join();
+  if (device_watch_.valid()) device_watch_.wait();
 }
 
 std::unique_ptr<Engine> Engine::Begin(const EngineConfig& config, WorldMaker make_world,
@@ -80,7 +81,7 @@ std::unique_ptr<Engine> Engine::Begin(const EngineConfig& config, WorldMaker mak
   Engine* raw = starting.get();
   std::packaged_task<void()> run(
       [raw, make_world = std::move(make_world)] { raw->ThreadMain(make_world); });
-  starting->ended_ = run.get_future();
+  starting->ended_ = run.get_future().share();
   starting->thread_ = std::thread(std::move(run));
   return starting;
 }
@@ -219,14 +220,19 @@ void Engine::Finish(const Status& why) {
     Record(Event::kFailed, now, entry->request.kind, entry->request.name);
     shared_.handles->Complete(entry->handle, WithStage(*entry, why), {});
   }
-  // Destroying an event calls the driver, and the loop's thread may hold its lock.
-  if (abandoned()) abandoned_entries_ = std::move(left);
+  // Destroying an event calls the driver, which may wait for kernels that are yet to be aborted.
+  failed_entries_ = std::move(left);
 }
 
 Status Engine::MarkReady(int ordinal, const std::vector<CuStream>& streams, StreamEvents* events,
                          TensorEntry* entry) {
   std::shared_ptr<Device> device;
   Status status = shared_.devices->Use(ordinal, &device);
+  std::call_once(device_in_use_, [this] {
+    std::packaged_task<void()> watch([this] { WatchDevice(); });
+    device_watch_ = watch.get_future();
+    std::thread(std::move(watch)).detach();
+  });
   for (size_t i = 0; status.ok() && i < streams.size(); ++i) {
     std::shared_ptr<DeviceEvent>& event = (*events)[streams[i]];
     if (event == nullptr) status = device->Record(streams[i], &event);

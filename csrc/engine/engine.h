@@ -81,6 +81,9 @@ class Engine {
   void CheckLoop();
   // Whether the loop was abandoned.
   bool abandoned() const { return calls_.abandoned(); }
+  // Whether the process may start another engine although this one is abandoned: its GPU work is
+  // aborted, so that the call has returned. Waits for that until `timeout_ns` is over.
+  bool AwaitFreed(TimeNs timeout_ns) const;
 
   // Asks all ranks to stop; see hr_shutdown. False if the loop did not end in time: the engine must
   // then be leaked, not destroyed.
@@ -120,8 +123,9 @@ class Engine {
   void Serve(World& world, Loop& loop);
   void AnnounceStartFailure(World& world, const Status& why);
   void Finish(const Status& why);
-  template <typename T>
-  bool Await(const std::future<T>& future, TimeNs timeout_ns);
+  void WatchDevice();
+  template <typename Future>
+  bool Await(const Future& future, TimeNs timeout_ns);
   Status RunCommand(Mailbox::Command command, TimeNs timeout_ns);
   template <typename WaitFn>
   HandleState WaitUntil(const WaitFn& wait, TimeNs timeout_ns);
@@ -144,8 +148,12 @@ class Engine {
 
   const TimeNs start_deadline_;
   CallWatch calls_;  // of the loop's thread
-  // Entries of an abandoned loop that still use a device.
-  std::vector<std::unique_ptr<TensorEntry>> abandoned_entries_;
+  // Set when the loop is abandoned in a call that returns once its GPU work is aborted.
+  std::atomic<Loop*> waits_for_kernels_{nullptr};
+  std::promise<void> free_;
+  const std::shared_future<void> freed_{free_.get_future()};
+  // Entries of a loop that has failed or was abandoned. They hold events of the device.
+  std::vector<std::unique_ptr<TensorEntry>> failed_entries_;
 
   std::mutex progress_mutex_;  // held by the thread that runs the loop; see Eventcount
   // GUARDED_BY(progress_mutex_); null before it begins and after it has ended.
@@ -154,8 +162,10 @@ class Engine {
   std::mutex command_mutex_;  // serialises callers of RunCommand
   std::promise<Status> start_;
   std::shared_future<Status> started_{start_.get_future()};
-  std::future<void> ended_;
+  std::shared_future<void> ended_;
   std::thread thread_;
+  std::once_flag device_in_use_;
+  std::future<void> device_watch_;  // a thread from the first tensor on a device
 };
 
 }  // namespace hororing

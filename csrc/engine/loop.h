@@ -46,6 +46,8 @@ class Loop {
   };
   // Runs the loop for a caller that waits, until done() or `deadline`. REQUIRES: drivable().
   Handoff ProgressUntil(const std::function<bool()>& done, TimeNs deadline);
+  // For the thread that has abandoned the loop's. See BatchRunner.
+  BatchRunner& runner() { return runner_; }
   bool drivable() const { return eventcount_ != nullptr && !final_; }
 
  private:

@@ -121,6 +121,10 @@ class Mailbox {
     if (!revoked_) revoked_ = why;
     RevokeIfAttached();
   }
+  bool revoked() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return revoked_.has_value();
+  }
   // REQUIRES: the loop was abandoned outside of the transport. No other thread may call MPI, so
   // over MPI the peers notice only when this process ends, or at their deadline.
   void TellPeers(const Status& why) {

@@ -66,8 +66,8 @@ HandleState Engine::Poll(int64_t handle) {
 }
 
 // Waits for a result of the loop's thread, and checks the loop meanwhile. False: no result in time.
-template <typename T>
-bool Engine::Await(const std::future<T>& future, TimeNs timeout_ns) {
+template <typename Future>
+bool Engine::Await(const Future& future, TimeNs timeout_ns) {
   const TimeNs deadline = After(NowNs(), timeout_ns);
   for (;;) {
     const std::chrono::nanoseconds most(abandoned() ? 0

@@ -89,7 +89,7 @@ constexpr int kMinCudaVersion = 11020;  // 11.2: memory that is allocated in the
 
 struct CudaApi {
 #define HORORING_MEMBER(member, symbol, parameters) \
-  Watched<CuResult parameters> member{#symbol, "NVIDIA's driver"};
+  Watched<CuResult parameters> member{#symbol, "NVIDIA's driver", true};
   HORORING_CUDA_FUNCTIONS(HORORING_MEMBER)
 #undef HORORING_MEMBER
   Library library;

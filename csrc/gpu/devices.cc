@@ -96,17 +96,14 @@ Status Devices::Nccl(std::shared_ptr<const NcclApi>* nccl) {
 }
 
 void Devices::AbortTogether(const std::function<void()>& end_communicators) {
-  std::shared_ptr<Device> device;
   std::shared_ptr<const NcclApi> nccl;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    device = device_;
     nccl = nccl_;
   }
-  if (device == nullptr || nccl == nullptr || nccl->version < kMinNcclVersionOfGroupedAborts) {
+  if (nccl == nullptr || nccl->version < kMinNcclVersionOfGroupedAborts) {
     return end_communicators();
   }
-  const Device::Current current(*device);
   nccl->group_start();
   end_communicators();
   nccl->group_end();

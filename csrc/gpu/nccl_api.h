@@ -80,7 +80,7 @@ constexpr int kMinNcclVersionOfGroupedAborts = 22200;
 
 struct NcclApi {
 #define HORORING_MEMBER(member, symbol, parameters) \
-  Watched<NcclResult parameters> member{#symbol, "NCCL"};
+  Watched<NcclResult parameters> member{#symbol, "NCCL", false};
   HORORING_NCCL_FUNCTIONS(HORORING_MEMBER)
 #undef HORORING_MEMBER
   const char* (*get_error_string)(NcclResult result) = nullptr;

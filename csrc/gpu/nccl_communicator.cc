@@ -92,7 +92,6 @@ Status NcclCommunicator::Join(TimeNs deadline) {
 NcclCommunicator::~NcclCommunicator() { Abort(); }
 
 void NcclCommunicator::Abort() {
-  const Device::Current current(*device_);
   if (comm_ != nullptr) api_->comm_abort(std::exchange(comm_, nullptr));
 }
 

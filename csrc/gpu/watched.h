@@ -15,7 +15,8 @@ class Watched<Result(Parameters...)> {
   using Pointer = Result (*)(Parameters...);
 
   // `name` and its library are literals.
-  Watched(const char* name, const char* library) : name_{name, library} {}
+  Watched(const char* name, const char* library, bool waits_for_kernels)
+      : name_{name, library, waits_for_kernels} {}
   Result operator()(Parameters... arguments) const {
     const CallWatch::Call call(CallWatch::Current(), name_);
     return function_(arguments...);

@@ -1,7 +1,10 @@
 // What the halves of the fake share, and what tests ask of it.
+#include <chrono>
 #include <condition_variable>
 #include <map>
 #include <mutex>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "fake_gpu.h"
@@ -52,6 +55,9 @@ void Violation(const std::string& what) {
 }
 
 void Visit(const char* function) {
+  while (counts.aborts < settings.full_queue && std::string(function).find("cu") == 0) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
   Trap& trap = TheTrap();
   if (!trap.set) return;
   std::unique_lock<std::mutex> lock(trap.mutex);
@@ -89,6 +95,7 @@ FAKE int fake_gpu_set(const char* name, int64_t value) {
       {"hang_after", &settings.hang_after},
       {"hang_ranks", &settings.hang_ranks},
       {"async_error_after", &settings.async_error_after},
+      {"full_queue", &settings.full_queue},
       {"no_memory_on", &settings.no_memory_on}};
   const auto found = known.find(name);
   if (found == known.end()) return -1;
@@ -103,7 +110,7 @@ FAKE void fake_gpu_reset(void) {
   settings.cuda_version = 13000;
   settings.nccl_version = 23203;
   settings.hang_ranks = settings.no_module = settings.no_pools = settings.capturing =
-      settings.init_fails = settings.init_hangs = 0;
+      settings.init_fails = settings.init_hangs = settings.full_queue = 0;
   settings.hang_after = settings.async_error_after = -1;
   settings.no_memory_on = -1;
 }

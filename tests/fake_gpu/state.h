@@ -12,7 +12,7 @@ constexpr int64_t kUnlimited = INT64_MAX;
 struct Settings {
   std::atomic<int64_t> delay_us{100}, devices{8}, cuda_version{13000}, no_module{0}, capturing{0},
       nccl_version{23203}, init_fails{0}, init_hangs{0}, hang_after{-1}, async_error_after{-1},
-      no_memory_on{-1}, no_pools{0}, hang_ranks{0}, most_memory{kUnlimited};
+      no_memory_on{-1}, no_pools{0}, full_queue{0}, hang_ranks{0}, most_memory{kUnlimited};
 };
 struct Counts {
   std::atomic<int64_t> events{0}, streams{0}, memory{0}, pinned{0}, communicators{0}, contexts{0},

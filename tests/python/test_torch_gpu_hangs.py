@@ -86,6 +86,49 @@ def stay_joined(function: str) -> None:
     print("told", flush=True)
 
 
+def stay_in_the_queue(_: str) -> None:
+    """A collective hangs, work behind it fills the GPU's queue, and the driver lets no thread in.
+
+    The script waits for the GPU, not for hororing, which frees it nevertheless.
+    """
+    import torch
+
+    import hororing.torch as hvd
+    from hororing import errors
+
+    fake_gpu.stand_in()
+    hvd.init()
+    hvd.allreduce(torch.ones(3), name="before")
+    fake_gpu.set_("hang_after", 0)
+    handle = hvd.allreduce_async(torch.ones(3), name="x")
+    while not hvd.poll(handle):
+        time.sleep(0.01)
+    fake_gpu.set_("full_queue", fake_gpu.count("aborts") + 1)
+    began = time.monotonic()
+    while fake_gpu.count("aborts") == 0 and time.monotonic() - began < 20:
+        time.sleep(0.01)
+    fake_gpu.set_("hang_after", -1)
+    with pytest.raises(errors.HororingInternalError, match="has not returned"):
+        hvd.allreduce(torch.ones(3), name="y")
+    hvd.shutdown()
+    fake_gpu.set_("full_queue", 0)
+    hvd.init()
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum, name="again").tolist() == [hvd.size()] * 3
+    assert fake_gpu.count("aborts") > 0
+    hvd.shutdown()
+    print("told", flush=True)
+
+
+@tiers.full
+@pytest.mark.skipif(FAKE is None, reason="the fake GPU is not built; make test-cpp builds it")
+def test_a_process_whose_gpu_was_full_of_stuck_work_trains_again():
+    assert FAKE is not None
+    variables = fake_gpu.environment(FAKE, HORORING_TIMEOUT_S="2", HORORING_GPU="nccl")
+    job = mpirun.run(__file__, 2, "queue", "queue", environment=variables, timeout_s=60)
+    for rank in range(2):
+        assert "told" in job.outputs[rank], job.report()
+
+
 @tiers.full
 @pytest.mark.skipif(FAKE is None, reason="the fake GPU is not built; make test-cpp builds it")
 @pytest.mark.parametrize("function", ["ncclGroupEnd", "ncclAllReduce"])
@@ -110,4 +153,5 @@ def test_the_first_call_of_nccl_after_a_join_is_not_made_by_who_waits():
 
 
 if __name__ == "__main__":
-    (stay_joined if "joined" in sys.argv else stay_in)(sys.argv[1])
+    ways = {"joined": stay_joined, "queue": stay_in_the_queue}
+    ways.get(sys.argv[-1], stay_in)(sys.argv[1])

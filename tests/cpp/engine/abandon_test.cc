@@ -136,7 +136,7 @@ TEST(who_waits_for_a_call_that_does_not_return_gets_an_error) {
     // The data belongs to the caller again: the loop must not touch it when it comes back.
     data.assign(data.size(), 7.0f);
     stuck.gate.Open();
-    while (!stuck.calls->parked()) std::this_thread::yield();
+    stuck.calls->AwaitParked();
     CHECK(!stuck.went_on);
     for (const float each : data) CHECK_EQ(each, 7.0f);
   });
@@ -154,7 +154,7 @@ TEST(a_neighbours_death_is_told_although_the_loop_is_stuck) {
     CHECK_EQ(failed.rank(), 0);
     CHECK(Contains(failed.message(), "rank 0 (pid " + std::to_string(getpid()) + ") died, and"));
     stuck.gate.Open();
-    while (!stuck.calls->parked()) std::this_thread::yield();
+    stuck.calls->AwaitParked();
   });
 }
 

@@ -1,5 +1,6 @@
 // Calls of NVIDIA's driver and of NCCL that never return: those who wait get their error without
 // the thread that is in one (csrc/base/call_watch.h), whatever call it is.
+#include <atomic>
 #include <thread>
 
 #include "cuda_engine_world.h"
@@ -116,8 +117,53 @@ TEST(an_abort_that_never_ends_keeps_no_error_from_anybody_and_shutdown_returns) 
   NothingForbidden();
 }
 
-// A first use of a device that does not return, on a thread of the script's: not what the engine is
-// in, nor what it waits for when it ends.
+// The queue of a GPU is full of work that waits for a collective, which waits for a dead peer. Then
+// no thread gets into the driver: a caller stays in a launch, and so checks nothing, and the loop
+// in a query. A thread of the engine's own aborts the collective, and the process can go on.
+TEST(a_full_queue_behind_a_collective_that_never_ends_is_freed_without_any_caller) {
+  constexpr int kRanks = 2;
+  static auto* const data = new std::vector<std::vector<float>>(kRanks, std::vector<float>(10));
+  const EngineConfig base = CudaConfig();
+  const int64_t communicators = fake_gpu_count("communicators");
+  std::atomic<int> abandoned{0};
+  InStep step(kRanks);
+  const auto script = [&](Player& player) {
+    OnDevice gpu{player};
+    std::vector<float>& mine = data->at(static_cast<size_t>(player.rank));
+    CHECK_OK(gpu.Allreduce("before", mine, 1.0f));
+    step.Wait();
+    if (player.rank == 0) fake_gpu_set("hang_after", 0);
+    step.Wait();
+    int64_t handle = 0;
+    CHECK_OK(gpu.Start("x", mine, 1.0f, &handle));
+    CHECK_OK(gpu.Finish(handle));  // it is in the stream, and stays there
+    step.Wait();
+    if (player.rank == 0) fake_gpu_set("full_queue", fake_gpu_count("aborts") + 1);
+    step.Wait();
+    const TimeNs begin = NowNs();
+    fake_gpu_synchronize(gpu.stream);  // as a caller in a launch, who does not look at the engine
+    CHECK(NowNs() - begin < 10 * kSecond);
+    std::vector<float> other(1);
+    const Status status = player.Allreduce("z", other);
+    CHECK(status.code() == Code::kTransport);
+    CHECK(Contains(status.message(), "of NVIDIA's driver has not returned for"));
+    CHECK(Contains(status.message(), "the engine aborts its GPU work"));
+    const bool ended = player.engine->Shutdown("", kTestTimeout);  // this rank has heard of another
+    CHECK_EQ(ended, !player.engine->abandoned());
+    if (ended) return player.engine.reset();
+    ++abandoned;
+    CHECK(player.engine->AwaitFreed(kTestTimeout));
+    static_cast<void>(player.engine.release());  // as the C interface does
+  };
+  Play(kRanks, base, script, [](int, EngineConfig& config) { config.timeout_ns = kSecond; });
+  fake_gpu_reset();
+  NothingForbidden();
+  CHECK(abandoned > 0);
+  CHECK_EQ(fake_gpu_count("communicators"), communicators);
+}
+
+// A thread of the script hangs in its first use of a device. The engine is not in this call, and
+// does not wait for it when it ends.
 TEST(an_abort_does_not_wait_for_a_device_that_a_caller_never_gets) {
   std::thread stuck;
   Play(2, CudaConfig(), [&](Player& player) {
