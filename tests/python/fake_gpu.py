@@ -103,7 +103,7 @@ def stand_in() -> None:
     from hororing.torch.adapter import TorchAdapter
     from hororing.torch.verbs import verbs
 
-    own = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
+    own = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", os.environ.get("LOCAL_RANK", "0")))
 
     class OnFakeGpu(TorchAdapter):
         def __init__(self) -> None:

@@ -331,13 +331,15 @@ def test_what_measures_a_machine_with_gpus_runs_to_its_end(tmp_path: Path):
         timeout=150, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    for verbs_of in ("1", "2", "2_one_gpu"):
-        found = json.loads((tmp_path / f"gpu_verbs_{verbs_of}.json").read_text())
-        assert len(found["verbs"]) == 8
-        assert set(found["verbs"].values()) == {"ok"}
+    for ranks in ("1", "2", "2_nccl"):
+        found = json.loads((tmp_path / f"gpu_check_{ranks}.json").read_text())
+        assert len(found["checks"]) == 20
+        assert set(found["checks"].values()) == {"ok"}
         assert found["circumstances"]["nccl"] == 23203
+    measured = json.loads((tmp_path / "gpu_step_2.json").read_text())
+    assert measured["ranks"] == 2
     measured = json.loads((tmp_path / "gpu_step.json").read_text())
-    assert set(measured["steps"]) == {"plain", "hororing", "DDP"}
+    assert set(measured["steps"]) == {"plain", "hororing", "DDP", "DDP, bucket view"}
     # Even for a single rank, which measures hooks, fusion and NCCL.
     assert measured["reduced_per_step"]["tensors"] == 29
     assert measured["reduced_per_step"]["batches"] < 29
