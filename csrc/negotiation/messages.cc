@@ -41,7 +41,8 @@ Decision::Details& Decision::set_details() {
 
 bool Decision::Extend(const Decision& next) {
   if (!of_cached() || !next.of_cached() || next.process_set != process_set) return false;
-  if (next.cache_id != cache_id + count || next.details().weights != details().weights) {
+  if (next.cache_id != cache_id + count || count + next.count > kLongestRun ||
+      next.details().weights != details().weights) {
     return false;
   }
   count += next.count;

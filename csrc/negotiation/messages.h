@@ -20,6 +20,10 @@ enum class SetScope : int32_t {
   kMembersOnly = 2,  // internal; only its members report it, under a name made of their ranks
 };
 
+// The largest number of consecutive cache ids that a message names as one run, so that a malformed
+// one cannot make us allocate much more memory than its own length.
+constexpr uint64_t kLongestRun = 1 << 16;
+
 // The process set of all ranks.
 constexpr int32_t kWorldSet = 0;
 
@@ -115,6 +119,7 @@ struct Decision {
   bool of_cached() const { return kind == Kind::kRun && details().name.empty(); }
   // Empty if none were set.
   const Details& details() const;
+  bool has_details() const { return details_ != nullptr; }
   Details& set_details();
   // If both are kRuns of cached requests with consecutive ids, adds the requests of `next` to this
   // decision and returns true.
