@@ -1,5 +1,4 @@
 // The C interface: submits requests to the engine.
-#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -22,30 +21,6 @@ Status MarkReady(Engine& engine, const hr_request& from, StreamEvents* events, T
   return engine.MarkReady(entry->views[0].device, streams, events, entry);
 }
 
-// Whether `known` is the request `from`, an allreduce of one tensor in host memory, and `from` has
-// memory.
-bool IsSame(const hr_request& from, const Request& known) {
-  const hr_tensor& tensor = from.tensors[0];
-  const Request::Tensor& as = known.tensors[0];
-  return known.kind == Collective::kAllreduce && known.tensors.size() == 1 && !as.on_device &&
-         known.process_set == from.process_set && static_cast<int32_t>(known.op) == from.op &&
-         known.prescale == from.prescale && known.postscale == from.postscale &&
-         known.weight.has_value() == (from.weight != nullptr) &&
-         static_cast<int32_t>(as.dtype) == tensor.dtype && known.name == from.name &&
-         std::equal(as.shape.begin(), as.shape.end(), tensor.shape, tensor.shape + tensor.ndim) &&
-         tensor.input != 0 && tensor.output != 0;
-}
-
-bool StartNext(Engine& engine, const hr_request& from, int64_t* handle) {
-  if (from.collective != HR_ALLREDUCE || from.tensors_count != 1 || from.name == nullptr ||
-      from.tensors[0].device != 0) {
-    return false;
-  }
-  return engine.StartNext([&from](const Request& known) { return IsSame(from, known); },
-                          reinterpret_cast<const void*>(from.tensors[0].input),
-                          reinterpret_cast<void*>(from.tensors[0].output), WeightOf(from), handle);
-}
-
 // `id`: see Engine::Submit. `events`: shared by all requests of one call.
 Status Submit(Engine& engine, const hr_request& from, bool blocking, StreamEvents* events,
               uint64_t* id, int64_t* handle) {
@@ -65,15 +40,11 @@ Status Submit(Engine& engine, const hr_request& from, bool blocking, StreamEvent
 HR_EXPORT int64_t hr_submit(const hr_request* request) {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return -Remember(NotInitialized());
-  const bool blocking = request->blocking != 0;
   StreamEvents events;
   uint64_t id = 0;
   int64_t handle = 0;
-  if (blocking || !StartNext(*engine, *request, &handle)) {
-    const Status status = Submit(*engine, *request, blocking, &events, &id, &handle);
-    if (!status.ok()) return -Remember(status);
-  }
-  return handle;
+  const Status status = Submit(*engine, *request, request->blocking != 0, &events, &id, &handle);
+  return status.ok() ? handle : -Remember(status);
 }
 
 HR_EXPORT int32_t hr_start(hr_request* const* requests, const uintptr_t* addresses, int32_t count,

@@ -265,16 +265,6 @@ size_t Engine::Start(const Restart* restarts, const uintptr_t* addresses, size_t
   return started;
 }
 
-bool Engine::StartNext(const std::function<bool(const Request&)>& same, const void* input,
-                       void* output, std::optional<double> weight, int64_t* handle) {
-  if (shared_.trace.enabled() || !shared_.tensors.StartNext(same, input, output, weight, handle)) {
-    return false;
-  }
-  shared_.mailbox.NotifySubmitted();
-  ++shared_.stats.submitted;
-  return true;
-}
-
 Status Engine::StartTimeline(const std::string& path, bool mark_cycles) {
   if (topology_.rank != 0) return shared_.mailbox.closed();
   HORORING_RETURN_IF_ERROR(StopTimeline(shared_.config.timeout_ns));

@@ -60,8 +60,6 @@ class Engine {
   Status Submit(std::unique_ptr<TensorEntry>* entry, bool blocking, int64_t* handle, uint64_t* id);
   // See TensorTable.
   size_t Start(const Restart* restarts, const uintptr_t* addresses, size_t count, int64_t* handles);
-  bool StartNext(const std::function<bool(const Request&)>& same, const void* input, void* output,
-                 std::optional<double> weight, int64_t* handle);
   // Sums the tensor through the one-shot exchange of all ranks (transport/one_shot_exchange.h),
   // without the loop, for a caller that would wait. True: `handle` is complete, with the bits that
   // the loop would have computed. False: nothing has happened and the caller must submit it,

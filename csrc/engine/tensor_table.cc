@@ -50,7 +50,6 @@ Status TensorTable::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle,
   }
   SetKey(given.request.process_set, given.request.name.c_str(), &key_);
   RequestRecord& record = records_[key_];
-  next_id_ = record.id + 1;
   if (const TensorEntry* other = Active(record)) {
     return WithStage(given,
                      Status(Code::kDuplicateName,
@@ -94,21 +93,6 @@ size_t TensorTable::Start(const Restart* restarts, const uintptr_t* addresses, s
     submitted_[submitted_.size() - started + i]->handle = handles[i];
   }
   return started;
-}
-
-bool TensorTable::StartNext(const std::function<bool(const Request&)>& same, const void* input,
-                            void* output, std::optional<double> weight, int64_t* handle) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  TensorEntry* const entry = closed_.ok() && !joining_ ? Inactive(next_id_) : nullptr;
-  if (entry == nullptr || !same(entry->request)) return false;
-  ++next_id_;
-  entry->views[0].input = input;
-  entry->views[0].output = output;
-  entry->request.weight = weight;
-  handles_->Create(handle, 1);
-  entry->handle = *handle;
-  Activate(entry);
-  return true;
 }
 
 TensorTable::Submitted TensorTable::submitted() {

@@ -9,13 +9,12 @@
 // Callers see another id (hr_request.id): the cache id plus a number that differs between tables,
 // so that an id of an earlier engine is never valid.
 //
-// Thread-safety: Submit, Start and StartNext from any thread; everything else only for the holder
-// of Engine::progress_mutex_ ("the loop" below). It owns active entries until Remove or Deactivate.
+// Thread-safety: Submit and Start from any thread; everything else only for the holder of
+// Engine::progress_mutex_ ("the loop" below). It owns active entries until Remove or Deactivate.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <mutex>
@@ -90,11 +89,6 @@ class TensorTable {
   // gained or lost a weight. Returns the number started; each has a handle.
   size_t Start(const Restart* restarts, const uintptr_t* addresses, size_t count, int64_t* handles);
 
-  // Starts the persistent request whose cache id follows that of the previous one, if
-  // same(request): steps repeat.
-  bool StartNext(const std::function<bool(const Request&)>& same, const void* input, void* output,
-                 std::optional<double> weight, int64_t* handle);
-
   // The requests added since the last TakeSubmitted.
   struct Submitted {
     size_t count = 0;
@@ -146,7 +140,6 @@ class TensorTable {
   std::unordered_map<std::string, RequestRecord> records_;  // by Key; GUARDED_BY(mutex_)
   std::vector<TensorEntry*> submitted_;                     // GUARDED_BY(mutex_)
   std::string key_;                   // scratch for look-ups; GUARDED_BY(mutex_)
-  uint64_t next_id_ = 0;              // likely cache id of the next request; GUARDED_BY(mutex_)
   Status closed_;                     // GUARDED_BY(mutex_)
   std::atomic<bool> joining_{false};  // a join is active; written under mutex_
   IdTable<RequestRecord*> known_;     // the loop changes it, under mutex_
