@@ -45,7 +45,12 @@ def raised(rank: int) -> None:
         raise RuntimeError("a bug of the script")
 
 
-CASES = {case.__name__: case for case in (killed, stopped, stuck, raised)}
+def killed_far_ahead(rank: int) -> None:
+    """Its peer has filled the queue of its GPU, and stays in a launch (ADR 60)."""
+    killed(rank)
+
+
+CASES = {case.__name__: case for case in (killed, stopped, stuck, raised, killed_far_ahead)}
 
 
 def train(name: str) -> None:
@@ -58,6 +63,7 @@ def train(name: str) -> None:
     rank = hvd.rank()
     torch.cuda.set_device(rank % torch.cuda.device_count())
     tensor = torch.ones(16 << 20, device="cuda")
+    small = torch.ones(8, device="cuda")
     begin = time.monotonic()
     try:
         for step in range(10_000):
@@ -67,7 +73,10 @@ def train(name: str) -> None:
             handles = [hvd.allreduce_async_(tensor, name=f"gradient.{i}") for i in range(4)]
             for handle in handles:
                 hvd.synchronize(handle)
-            if step % 10 == 9:
+            if name == "killed_far_ahead":
+                for _ in range(200):
+                    small.add_(1)
+            elif step % 10 == 9:
                 torch.cuda.synchronize()
             if time.monotonic() - begin > LIMIT_S + MARGIN_S:
                 raise AssertionError("no error came")
