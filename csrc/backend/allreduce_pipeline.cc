@@ -207,7 +207,7 @@ class AllreducePipeline final : public HostPipeline {
 }  // namespace
 
 AllreducePlan::AllreducePlan(const Batch& batch, const SetSlots& set, int slice_owners,
-                             const WireCost& wire)
+                             size_t latency_bytes)
     : VirtualBuffer(batch), owners(slice_owners) {
   if (total == 0) return;
   const int hosts = set.group.hosts();
@@ -221,7 +221,7 @@ AllreducePlan::AllreducePlan(const Batch& batch, const SetSlots& set, int slice_
     // at a time, so all owners of a host keep the same pace. TCP shares a wire unevenly; otherwise
     // the last owner would have the wire to itself and could not fill it.
     for (const Place& place : places) layout.Add(place.reduce, RoundUp(place.bytes, kEntryAlign));
-    whole = ExchangesWholeSlices(layout.volume(), hosts, wire);
+    whole = ExchangesWholeSlices(layout.volume(), hosts, latency_bytes);
     const size_t messages = static_cast<size_t>(owners) * static_cast<size_t>(whole ? 1 : hosts);
     wanted = messages * kHostMessage * total / layout.volume().partial;
   }

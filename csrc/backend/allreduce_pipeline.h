@@ -27,8 +27,8 @@ namespace hororing {
 
 // How a batch is cut; the same on all ranks.
 struct AllreducePlan : VirtualBuffer {
-  // `slice_owners`: per host.
-  AllreducePlan(const Batch& batch, const SetSlots& set, int slice_owners, const WireCost& wire);
+  // `slice_owners`: per host. `latency_bytes`: see AllreduceOptions.
+  AllreducePlan(const Batch& batch, const SetSlots& set, int slice_owners, size_t latency_bytes);
 
   Range SliceOf(const Range& block, int owner) const { return Slice(block, owner, owners); }
   size_t LargestSlice() const {

@@ -73,14 +73,12 @@ void HostBackend::MoveToOutput(const Batch& batch, const BatchEntry& entry, Trac
   span.End(batch.bytes());
 }
 
-// The message size; 0: it depends on the batch. On a slow wire, a message is as large as TCP sends
-// at once: its overhead is small against the 100 us that it takes.
-size_t HostBackend::MessageBytes() const {
-  return shape_.hosts > 1 && kHostMessage * options_.wire.beta_s > 100e-6 ? kHostMessage : 0;
-}
+// Every message between hosts is as large as TCP sends at once: its overhead is small even on a
+// fast wire. 0: the size depends on the batch.
+size_t HostBackend::MessageBytes() const { return shape_.hosts > 1 ? kHostMessage : 0; }
 
 GatherOptions HostBackend::gather_options() const {
-  return {by_host_.get(), MessageBytes(), MessageBytes() != 0 && shape_.max_ranks == 1};
+  return {by_host_.get(), MessageBytes(), shape_.hosts > 1 && shape_.max_ranks == 1};
 }
 
 Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {

@@ -43,7 +43,7 @@ Status SharedMemoryBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& 
         ReduceAlone(batch, trace);
         break;
       }
-      const AllreducePlan plan(batch, set_, shape_.min_ranks, options_.wire);
+      const AllreducePlan plan(batch, set_, shape_.min_ranks, options_.latency_bytes);
       if (plan.blocks == 0) break;
       algorithm_used_ = shape_.hosts == 1 ? AlgorithmUsed::kShmDirect : AlgorithmUsed::kThreePhase;
       broken_ = RunAllreduce(set_, batch, plan, scratch_, deadline, trace);

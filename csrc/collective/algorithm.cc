@@ -23,13 +23,11 @@ void Volume::Add(const ReduceSpec& spec, size_t more) {
   wide = wide || NeedsWideAccumulator(spec);
 }
 
-bool ExchangesWholeSlices(const Volume& volume, int hosts, const WireCost& wire) {
-  const double others = hosts - 1;
-  const double bytes = static_cast<double>(volume.bytes);
-  const double partial = static_cast<double>(volume.partial);
-  const double whole = others * partial;
-  const double there_and_back = others / hosts * (partial + bytes);
-  return (whole - there_and_back) * wire.beta_s <= wire.alpha_s;
+bool ExchangesWholeSlices(const Volume& volume, int hosts, size_t latency_bytes) {
+  const size_t others = static_cast<size_t>(hosts - 1);
+  const size_t there_and_back =
+      others * (volume.partial + volume.bytes) / static_cast<size_t>(hosts);
+  return others * volume.partial <= there_and_back + latency_bytes;
 }
 
 }  // namespace hororing

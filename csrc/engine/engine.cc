@@ -143,8 +143,6 @@ Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional
   options.allreduce = config.allreduce;
   options.cuda = {shared_.devices, config.gpu, config.allreduce.reproducible,
                   static_cast<size_t>(config.fusion_bytes)};
-  HORORING_RETURN_IF_ERROR(
-      MeasureWire(*world->transport, world->topology, deadline(), &options.allreduce.wire));
   std::vector<std::unique_ptr<Backend>> backends =
       MakeBackends(options, *world, *world->transport, Members::World(topology_.size));
   std::vector<TimeNs> clock_offsets;

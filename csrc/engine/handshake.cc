@@ -112,37 +112,4 @@ Status MeasureClocks(Transport& transport, const Topology& topology, TimeNs dead
   return Status::Ok();
 }
 
-Status MeasureWire(Transport& transport, const Topology& topology, TimeNs deadline,
-                   WireCost* cost) {
-  constexpr int kShortRounds = 8, kLongRounds = 2;
-  constexpr size_t kShortBytes = 64, kLongBytes = 256 << 10;
-  const std::vector<std::vector<int>> ranks_on = topology.ranks_on();
-  const size_t hosts = ranks_on.size();
-  if (hosts == 1) return Status::Ok();
-  const size_t host = static_cast<size_t>(topology.host_of[static_cast<size_t>(topology.rank)]);
-  double times[2] = {0, 0};  // seconds: of a short message, of a long one
-  if (topology.local_rank == 0) {
-    const int next = ranks_on[(host + 1) % hosts][0];
-    const int previous = ranks_on[(host + hosts - 1) % hosts][0];
-    std::vector<char> sent(kLongBytes), received(kLongBytes);
-    for (const bool is_long : {false, true}) {
-      const size_t bytes = is_long ? kLongBytes : kShortBytes;
-      TimeNs best = kForever;
-      for (int round = 0; round < (is_long ? kLongRounds : kShortRounds); ++round) {
-        const TimeNs begin = NowNs();
-        HORORING_RETURN_IF_ERROR(SendReceive(transport, next, sent.data(), bytes, previous,
-                                             received.data(), bytes, deadline));
-        best = std::min(best, NowNs() - begin);
-      }
-      times[is_long ? 1 : 0] = static_cast<double>(best) / kSecond;
-    }
-  }
-  Scratch scratch;
-  const ReduceBuffer slowest{times, 2, {DataType::kFloat64, ReduceOp::kMax, 1.0, 1.0}};
-  HORORING_RETURN_IF_ERROR(RankOrderAllreduce(transport, slowest, scratch, deadline));
-  cost->alpha_s = times[0];
-  cost->beta_s = std::max(times[1] - times[0], 0.0) / kLongBytes;
-  return Status::Ok();
-}
-
 }  // namespace hororing

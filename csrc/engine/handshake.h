@@ -22,9 +22,4 @@ Status CompareFingerprints(Transport& transport, const std::string& fingerprint,
 Status MeasureClocks(Transport& transport, const Topology& topology, TimeNs deadline,
                      std::vector<TimeNs>* offsets);
 
-// Measures the cost of a message between hosts; the result is the same on all ranks. The first
-// ranks of all hosts simultaneously send a few short messages and two longer ones to the first rank
-// of the next host. Does nothing if there is one host.
-Status MeasureWire(Transport& transport, const Topology& topology, TimeNs deadline, WireCost* cost);
-
 }  // namespace hororing

@@ -27,8 +27,8 @@ struct EngineConfig {
   int64_t fusion_bytes = 64 << 20;
   TimeNs cycle_time_ns = kMillisecond;
   int cache_capacity = 8192;
-  AllreduceOptions allreduce;  // except for the cost of the wire, which is measured
-  std::string fingerprint;     // see CompareFingerprints
+  AllreduceOptions allreduce;
+  std::string fingerprint;  // see CompareFingerprints
   // Local to this rank.
   std::string backend = "auto";
   GpuMode gpu = GpuMode::kAuto;  // visible to other ranks

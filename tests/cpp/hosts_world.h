@@ -77,10 +77,10 @@ class HostsWorld {
     return dynamic_cast<CheckedTransport&>(*world(rank).transport);
   }
   // Returns a backend for batches of `members`; without members, of all ranks.
-  std::unique_ptr<SharedMemoryBackend> Backend(int rank, WireCost wire_cost = {},
+  std::unique_ptr<SharedMemoryBackend> Backend(int rank, size_t latency_bytes = 0,
                                                Members members = {}) {
     AllreduceOptions options;
-    options.wire = wire_cost;
+    options.latency_bytes = latency_bytes;
     if (members.ranks.empty()) members = Members::World(size());
     return std::make_unique<SharedMemoryBackend>(*world(rank).transport,
                                                  dynamic_cast<ShmTransport&>(*world(rank).local),

@@ -18,8 +18,6 @@
 namespace hororing {
 namespace {
 
-constexpr WireCost kCost{0, 1e-9};
-
 // A process set and its backends, which are null on ranks that are not members.
 struct Set {
   Members members;
@@ -29,7 +27,7 @@ struct Set {
       : members(of.ranks.empty() ? Members::World(world.size()) : std::move(of)),
         backends(static_cast<size_t>(world.size())) {
     for (const int r : members.ranks) {
-      backends[static_cast<size_t>(r)] = world.Backend(r, kCost, members);
+      backends[static_cast<size_t>(r)] = world.Backend(r, 0, members);
     }
   }
   size_t size() const { return members.ranks.size(); }
@@ -363,18 +361,16 @@ TEST(flat_forms_go_host_by_host) {
   CHECK_EQ(flat_crossing(Broadcast(all, 2, DataType::kUint8, {2 << 20}, random)), 2u);
 }
 
-TEST(on_a_slow_wire_flat_forms_go_in_short_messages_and_straight_from_host_to_host) {
+TEST(flat_forms_go_in_short_messages_and_straight_from_host_to_host) {
   std::mt19937 random(hororing_test::Seed());
   HostsWorld world("queue", {0, 1, 2, 3});
   Set all(world);
   std::set<std::pair<int, int>> talkers;
-  const auto messages = [&](const Job& job, double beta_s) {
+  const auto messages = [&](const Job& job) {
     std::vector<size_t> before;
     for (int r = 0; r < world.size(); ++r) before.push_back(world.wire(r).sent_to().size());
     world.Run([&](int r) {
-      AllreduceOptions options;
-      options.wire.beta_s = beta_s;
-      HostBackend backend(*world.world(r).transport, options, world.world(r).topology.ranks_on());
+      HostBackend backend(*world.world(r).transport, {}, world.world(r).topology.ranks_on());
       TraceSink trace;
       CHECK_OK(backend.Run(job.batch(static_cast<size_t>(r)), After(NowNs(), kLimit), trace));
       CHECK_EQ(world.wire(r).open(), 0u);
@@ -390,20 +386,14 @@ TEST(on_a_slow_wire_flat_forms_go_in_short_messages_and_straight_from_host_to_ho
     }
     return count;
   };
-  constexpr double kSlow = 1 / 25e6, kFast = 1 / 1.25e9;
   for (const size_t tensors : {1, 3}) {
-    (void)messages(Allgather(all, DataType::kUint8, tensors, random), kSlow);
+    (void)messages(Allgather(all, DataType::kUint8, tensors, random));
     CHECK_EQ(talkers.count({3, 1}), 1u);
-    (void)messages(Allgather(all, DataType::kUint8, tensors, random), kFast);
-    CHECK_EQ(talkers.count({3, 1}), 0u);  // goes around the ring
   }
-  // Three hops of 64 messages of 32 KiB, or of 8 messages of 256 KiB.
-  CHECK_EQ(messages(Broadcast(all, 1, DataType::kUint8, {2 << 20}, random), kSlow), 3 * 64u);
-  CHECK_EQ(messages(Broadcast(all, 1, DataType::kUint8, {2 << 20}, random), kFast), 3 * 8u);
-  for (const double beta_s : {kSlow, kFast}) {
-    const ReduceSpec spec{DataType::kInt32, ReduceOp::kSum, 1, 1};
-    (void)messages(Reducescatter(all, {0, 1, 2, 3}, spec, 2, random), beta_s);
-  }
+  // Three hops of 64 messages of 32 KiB.
+  CHECK_EQ(messages(Broadcast(all, 1, DataType::kUint8, {2 << 20}, random)), 3 * 64u);
+  const ReduceSpec spec{DataType::kInt32, ReduceOp::kSum, 1, 1};
+  (void)messages(Reducescatter(all, {0, 1, 2, 3}, spec, 2, random));
 }
 
 }  // namespace

@@ -28,10 +28,11 @@ std::string Check(HostsWorld& world, std::vector<std::unique_ptr<SharedMemoryBac
   return c.Judge(/*exact=*/false);
 }
 
-std::vector<std::unique_ptr<SharedMemoryBackend>> Backends(HostsWorld& world, WireCost cost = {}) {
+std::vector<std::unique_ptr<SharedMemoryBackend>> Backends(HostsWorld& world,
+                                                           size_t latency_bytes = 16 << 10) {
   std::vector<std::unique_ptr<SharedMemoryBackend>> backends;
   for (int r = 0; r < world.size(); ++r) {
-    backends.push_back(world.Backend(r, cost));
+    backends.push_back(world.Backend(r, latency_bytes));
   }
   return backends;
 }
@@ -42,7 +43,7 @@ TEST(every_type_and_operation_on_every_layout) {
   for (const Hosts& hosts : kLayouts) {
     // Slots of 32 KiB: several blocks. No latency: hosts never exchange whole slices.
     HostsWorld world(++number % 3 == 0 ? "queue" : "inproc", hosts, {}, 32 << 10);
-    auto backends = Backends(world, {0, 1e-9});
+    auto backends = Backends(world, 0);
     for (const ReduceSpec& spec : AllreduceSpecs()) {
       const std::vector<size_t> sizes = {random() % 1000, 0, 1, random() % 3000};
       const std::string verdict = Check(world, backends, spec, sizes, random);
@@ -59,9 +60,9 @@ TEST(every_size_there_and_back_and_whole) {
                               {DataType::kFloat16, ReduceOp::kSum, 1, 1},
                               {DataType::kInt8, ReduceOp::kAverage, 1, 1}};
   for (const Hosts& hosts : kLayouts) {
-    for (const double alpha : {0.0, 1.0}) {  // a second of latency: hosts exchange whole slices
+    for (const size_t latency_bytes : {size_t{0}, size_t{1} << 30}) {  // with many: whole slices
       HostsWorld world("inproc", hosts);
-      auto backends = Backends(world, {alpha, 1e-9});
+      auto backends = Backends(world, latency_bytes);
       for (const ReduceSpec& spec : specs) {
         for (const size_t n :
              {size_t{0}, size_t{1}, size_t{2}, size_t{31}, size_t{1009}, size_t{60000}}) {
@@ -77,9 +78,9 @@ TEST(every_size_there_and_back_and_whole) {
 TEST(tensors_of_five_types_in_one_batch_get_the_bits_that_they_get_alone) {
   std::mt19937 random(hororing_test::Seed());
   for (const Hosts& hosts : kLayouts) {
-    for (const double alpha : {0.0, 1.0}) {  // a second of latency: hosts exchange whole slices
+    for (const size_t latency_bytes : {size_t{0}, size_t{1} << 30}) {  // with many: whole slices
       HostsWorld world("inproc", hosts);
-      auto backends = Backends(world, {alpha, 1e-9});
+      auto backends = Backends(world, latency_bytes);
       const auto run = [&](Case& c) {
         world.Run([&](int r) {
           TraceSink trace;
@@ -120,7 +121,7 @@ TEST(sixteen_bit_floats_are_rounded_once) {
   // 1 + 2^-11 + 2^-11 is exact in float16, but 1 + 2^-11 would be rounded to 1.
   const ReduceSpec sum{DataType::kFloat16, ReduceOp::kSum, 1, 1};
   HostsWorld world("inproc", {0, 0, 1, 1});
-  auto backends = Backends(world, {0, 1e-9});
+  auto backends = Backends(world, 0);
   constexpr size_t kN = 5000;
   const uint16_t inputs[] = {0x3c00, 0x1000, 0x1000, 0x0000};  // 1, 2^-11, 2^-11, 0
   std::vector<std::vector<uint16_t>> data;
@@ -182,7 +183,7 @@ TEST(a_rank_that_fails_in_any_phase_is_an_error_there_and_no_hang_elsewhere) {
     const int faulty = 1;
     uint64_t operations = 0;
     const auto run = [&](HostsWorld& world, const std::function<void(int, Status)>& ended) {
-      auto backends = Backends(world, {0, 1e-9});
+      auto backends = Backends(world, 0);
       Case c(sum, {20000}, world.size(), random);
       world.Run([&](int r) {
         TraceSink trace;
@@ -287,11 +288,10 @@ TEST(whole_slices_are_exchanged_where_returning_them_costs_more) {
     volume.Add({DataType::kFloat32, ReduceOp::kSum, 1, 1}, elements * 4);
     return volume;
   };
-  const WireCost gigabit{100e-6, 8e-9};
   // Two hosts that exchange whole slices send no more bytes, at half the latency.
-  CHECK(ExchangesWholeSlices(FloatsOf(1 << 20), 2, gigabit));
-  CHECK(!ExchangesWholeSlices(FloatsOf(1 << 20), 4, gigabit));
-  CHECK(ExchangesWholeSlices(FloatsOf(100), 4, gigabit));
+  CHECK(ExchangesWholeSlices(FloatsOf(1 << 20), 2, 0));
+  CHECK(!ExchangesWholeSlices(FloatsOf(1 << 20), 4, 16 << 10));
+  CHECK(ExchangesWholeSlices(FloatsOf(100), 4, 16 << 10));
 }
 
 }  // namespace
