@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# All that there is to know on a machine with GPUs, in one call of less than eight minutes:
+# Checks and measures everything on a machine with GPUs, in less than eight minutes:
 #
 #   benchmarks/gpu.sh [FOLDER]     results, by default benchmarks/results
-#   FAKE_GPU=build/dev/libfake_gpu.so benchmarks/gpu.sh FOLDER     only that it runs, without a GPU
+#   FAKE_GPU=build/dev/libfake_gpu.so benchmarks/gpu.sh FOLDER     without a GPU: checks that it runs
 #
-# What needs least comes first: the driver and NCCL by a C++ program, which CMake and a compiler are
-# enough for; then, with torch for CUDA, Python (PYTHON, else python3); several ranks with hororun. What
-# is not built is built here, in place, without a download. A part that fails, runs out of time or
-# lacks something is reported, and the rest goes on; the exit code is then 1.
+# The first parts need the least: C++ programs that use the driver and NCCL need only CMake and a
+# compiler. The next parts need torch for CUDA and Python (PYTHON, else python3); hororun starts
+# several ranks. The script builds what is missing, in place, without a download. It reports a part
+# that fails, runs out of time or lacks something, and continues; the exit code is then 1.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
@@ -27,21 +27,21 @@ if [[ -n "${FAKE_GPU:-}" ]]; then
   quick=(--quick)
   worlds=(2)
 fi
-# hororing is that of this folder, whether it is installed or not.
+# Use the hororing of this folder, even if another one is installed.
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=1 HORORING_DYNAMIC_PROCESS_SETS=1
-# What hangs is to say so before its part is out of time.
+# A rank that hangs reports it before its part runs out of time.
 export HORORING_TIMEOUT_S=${HORORING_TIMEOUT_S:-30} NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 command -v make > /dev/null || export CMAKE_GENERATOR=${CMAKE_GENERATOR:-Ninja}
 
-# lacks NAME WHAT: a part that cannot be here
+# lacks NAME WHAT: reports a part that cannot run here.
 lacks() {
   echo "-- $1: left out, $2" | tee -a "$log"
   failed=1
 }
 
-# part NAME SECONDS COMMAND... Its output is shown when it has ended: what it leaves behind may hold
-# a pipe for ever.
+# part NAME SECONDS COMMAND... shows the output when the command has ended, because processes that it
+# leaves behind may keep a pipe open.
 part() {
   local name=$1 seconds=$2 begin=$SECONDS left=$((MOST_SECONDS - SECONDS)) code=0 lines
   shift 2
@@ -108,7 +108,7 @@ for ranks in "${worlds[@]}"; do
   part "check-$ranks-staged" 60 env HORORING_GPU=staged "${launch[@]}" "$ranks" \
     "$python" benchmarks/gpu_check.py "$results/gpu_check_$ranks.json"
 done
-# Several ranks by NCCL: one per GPU, or two on one GPU, which NCCL can from 2.30 on if it is told so.
+# Several ranks over NCCL: one per GPU, or two on one GPU, which NCCL supports from 2.30 on.
 gpus=$(tells 'import torch; print(torch.cuda.device_count())')
 version=$(tells 'from hororing import built; print(built.nccl_built())')
 by_nccl=(env HORORING_GPU=nccl)

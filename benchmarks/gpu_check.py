@@ -1,10 +1,10 @@
 """Whether verbs and training are right on this machine's GPUs: one line per check.
 
-    python benchmarks/gpu_check.py                                         one rank, by NCCL
-    HORORING_GPU=staged mpirun -np 2 python benchmarks/gpu_check.py        by way of the host
+    python benchmarks/gpu_check.py                                    one rank, through NCCL
+    HORORING_GPU=staged hororun -np 2 python benchmarks/gpu_check.py  through host memory
 
 The exit code is 1 if a check fails. Ranks take the GPUs in turn. With FAKE_GPU (see tests/fake_gpu)
-tensors of the CPU stand in.
+CPU tensors stand for GPU tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Whether training on GPUs is right, for gpu_check.py: what a backward pass and streams add.
+"""Checks of training on GPUs, for gpu_check.py: optimizers, streams, graphs, layers and errors.
 
-The oracle is a plain optimizer on the same device that sees the batches of all ranks.
+The oracle is a plain optimizer on the same device that trains on the batches of all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 import hororing.torch as hvd
 
-CYCLES = 20_000_000  # of a kernel that only waits: about 10 ms
+CYCLES = 20_000_000  # of a kernel that only waits, about 10 ms
 
 
 def sleep(device: torch.device) -> None:

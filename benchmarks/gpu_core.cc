@@ -1,6 +1,7 @@
-// What of a GPU can be tried without Python and without a framework: that the driver takes the
-// embedded kernel and it copies right, memory in the order of streams, and batches of one rank by
-// NCCL, where it is found, and by way of the host. One line each; exit code 1 if one is wrong.
+// Checks a GPU without Python and without a framework: the driver accepts the embedded kernel,
+// which copies correctly; memory is allocated in the order of streams; batches of one rank are
+// right through NCCL, if it is found, and through host memory. Prints a line for each check; the
+// exit code is 1 if one fails.
 //
 //   bench_gpu_core [libcuda.so.1 [libnccl.so.2]]
 #include <cstdio>
@@ -52,7 +53,7 @@ class OnDevice {
   Number* data() const { return static_cast<Number*>(memory_->data()) + offset_; }
   size_t bytes() const { return values_.size() * sizeof(Number); }
   const Status& status() const { return status_; }
-  // What lies there when the private stream has come so far; "" where it is `wanted`.
+  // Compares the memory with `wanted` once the private stream has got this far; "" if it is equal.
   std::string Judge(const std::vector<Number>& wanted) {
     if (!status_.ok()) return status_.message();
     std::vector<Number> found(values_.size());
@@ -107,7 +108,7 @@ void StreamMemory(const Device& device) {
   Tell("memory of a stream", status.ok() ? to.Judge(values) : Text(status));
 }
 
-// Of one rank: what comes out is what went in, times the factor.
+// Batches of one rank: the output is the input times the factor.
 void Batches(const std::shared_ptr<Devices>& devices, const std::shared_ptr<Device>& device,
              GpuMode mode, const std::string& name) {
   auto transports = MakeInprocWorld(1, 20 * kMicrosecond);

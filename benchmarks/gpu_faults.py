@@ -1,9 +1,10 @@
-"""What two ranks see on GPUs when one of them fails: an error in time, and a process that goes on.
+"""Checks that a rank on a GPU gets an error in time when its peer fails, and stays usable.
 
-    python benchmarks/gpu_faults.py [killed stopped stuck late ...]
+    python benchmarks/gpu_faults.py [killed stopped stuck raised killed_far_ahead]
 
-Each case starts its own two ranks, which train by NCCL where they can. Where they share a GPU, that
-needs NCCL 2.30 (HORORING_NCCL_LIBRARY); otherwise HORORING_GPU=staged. Exit code 1 if a case fails.
+Each case starts two ranks of its own, which train through NCCL if they can. If they share a GPU,
+this needs NCCL 2.30 (HORORING_NCCL_LIBRARY); otherwise set HORORING_GPU=staged. The exit code is 1
+if a case fails.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import sys
 import time
 
 LIMIT_S = 5.0  # HORORING_TIMEOUT_S of the ranks
-MARGIN_S = 15.0  # that an error may come later: it is looked for a few times a second, and told
+MARGIN_S = 15.0  # how much later an error may arrive
 
 
 def killed(rank: int) -> None:
-    """Its peer's kernels wait for data that never come."""
+    """The peer's kernels wait for data that never arrives."""
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -32,7 +33,7 @@ def stopped(rank: int) -> None:
 
 
 def stuck(rank: int) -> None:
-    """Its GPU has other work before the gradients, for longer than its peer may wait."""
+    """The GPU is busy before the gradients, for longer than the peer may wait."""
     import torch
 
     if rank == 1:
@@ -46,7 +47,7 @@ def raised(rank: int) -> None:
 
 
 def killed_far_ahead(rank: int) -> None:
-    """Its peer has filled the queue of its GPU, and stays in a launch (ADR 60)."""
+    """The peer has filled the queue of its GPU, and stays in a launch (ADR 60)."""
     killed(rank)
 
 
@@ -54,7 +55,7 @@ CASES = {case.__name__: case for case in (killed, stopped, stuck, raised, killed
 
 
 def train(name: str) -> None:
-    """A rank: it prints what it was told, and when."""
+    """Run as a rank: print the error and its time."""
     import torch
 
     import hororing.torch as hvd
@@ -82,7 +83,7 @@ def train(name: str) -> None:
                 raise AssertionError("no error came")
     except hvd.HororingInternalError as error:
         waited = time.monotonic() - begin
-        # The GPU is still of use, and so is the process.
+        # The GPU is still usable, and so is the process.
         left = torch.ones(1000, device="cuda").sum().item() if name != "stuck" else 1000
         used = time.monotonic() - begin
         hvd.shutdown()
@@ -95,7 +96,7 @@ def train(name: str) -> None:
 
 
 def judge(name: str) -> str:
-    """Run a case; what is wrong."""
+    """Run a case; return what is wrong."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,9 +1,10 @@
-// Packing on a GPU: 161 tensors of 100 MB by the kernel, by single copies, and one copy of all.
+// Packs 161 tensors, 35 MB in all, on a GPU: with the kernel, with one copy per tensor, and for
+// comparison one copy of all of them.
 //
-//   bench_gpu_pack [libcuda.so.1 [--quick]]     --quick: small tensors, only that it runs
+//   bench_gpu_pack [libcuda.so.1 [--quick]]     --quick: small tensors, to check that it runs
 //
-// GB/s of what is read and written together, and the share of that of one copy; the time is that of
-// the device, seen from the host.
+// Prints GB/s of bytes read plus bytes written, and the share of the rate of one copy. The host
+// measures the time of the device.
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -32,7 +33,7 @@ void Finish(const Device& device) {
   for (bool reached = false; !reached;) Check(event->Poll(&reached));
 }
 
-// `moved`: bytes that are read and written. The first one is what the others are compared with.
+// `moved`: bytes read plus bytes written. Later calls are compared with the first one.
 void Report(const char* what, const Device& device, size_t moved,
             const std::function<Status()>& enqueue) {
   static double first = 0;

@@ -1,13 +1,14 @@
-"""What a training step takes on GPUs: plain torch, hororing, DDP with NCCL.
+"""Times a training step on GPUs: plain torch, hororing, DDP.
 
     python benchmarks/gpu_step.py --json step.json
     hororun -np 2 python benchmarks/gpu_step.py
 
-The model is like ResNet-50: 25 million parameters, 161 tensors with gradients. The ways take turns;
-the figures are medians and deciles of steps, each waited for. A lone rank's DistributedOptimizer
-reduces with nobody; here it does what it does among several, as DDP does: hooks, fusion, NCCL.
-DDP is measured as it comes, and with gradient_as_bucket_view, which spares it a copy. Where ranks
-share a GPU and HORORING_GPU is not nccl, DDP uses gloo.
+The model is like ResNet-50: 25 million parameters, 161 tensors with gradients. The variants take
+turns; the figures are medians and deciles of steps, each followed by a synchronization of the
+device. DistributedOptimizer reduces nothing with one rank; here it does what it does with several,
+as DDP does: hooks, fusion, NCCL. DDP is measured with its defaults, and with
+gradient_as_bucket_view, which saves a copy. If ranks share a GPU and HORORING_GPU is not nccl, DDP
+uses gloo.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 // It is non-blocking: the state of an operation is polled until it is done, a peer is dead or a
 // deadline passes. After any error the communicator is aborted, which ends its kernels.
 //
-// Thread-safety: only for the thread that runs the loop.
+// Thread-safety: only for the thread that runs the loop, or has abandoned it.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// What the halves of the fake share, and what tests ask of it.
+// The parts that both halves of the fake share, and its interface for tests.
 #include <chrono>
 #include <condition_variable>
 #include <map>

@@ -25,8 +25,8 @@ extern "C" {
  *   init_fails       communicators cannot be created
  *   init_hangs       the creation of communicators never ends
  *   hang_after       the number of collectives after which all hang, until the abort; -1: none
- *   hang_ranks       those of communicators of so many ranks; 0: of all
- *   async_error_after  the same, after which communicators tell of an error
+ *   hang_ranks       hang only collectives of communicators with so many ranks; 0: of all
+ *   async_error_after  the number of collectives after which communicators have an error; -1: none
  *   full_queue       functions of the driver wait until so many communicators have been aborted
  *   no_memory_on     the device that has no memory for plain allocations; -1: none */
 int fake_gpu_set(const char* name, int64_t value);

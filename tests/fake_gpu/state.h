@@ -1,4 +1,4 @@
-// What the two halves of the fake share.
+// The state that both halves of the fake share.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// Calls of NVIDIA's driver and of NCCL that never return: those who wait get their error without
-// the thread that is in one (csrc/base/call_watch.h), whatever call it is.
+// Calls of NVIDIA's driver and of NCCL that never return. Waiting callers get an error without the
+// help of the thread in such a call (csrc/base/call_watch.h), whatever call it is.
 #include <atomic>
 #include <thread>
 
