@@ -11,19 +11,11 @@
 
 namespace hororing {
 
+// A rank of the smallest host owns most: the channel of that host, and its share of the others'.
 size_t SharedMemoryBackend::MaxChannels() const {
   size_t most = 0;
-  for (int host = 0; host < set_.group.hosts(); ++host) {
-    std::vector<size_t> owned(set_.group.group_ranks_on[static_cast<size_t>(host)].size(), 1);
-    for (int other = 0; other < set_.group.hosts(); ++other) {
-      const int ranks =
-          static_cast<int>(set_.group.group_ranks_on[static_cast<size_t>(other)].size());
-      for (int local = 0; local < ranks && other != host; ++local) {
-        ++owned[static_cast<size_t>(set_.group.OwnerOn(host, local))];
-      }
-    }
-    for (const size_t count : owned) most = std::max(most, count);
-  }
+  const size_t owners = static_cast<size_t>(shape_.min_ranks);
+  for (const auto& ranks : set_.group.group_ranks_on) most += (ranks.size() + owners - 1) / owners;
   return most;
 }
 

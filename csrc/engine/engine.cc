@@ -246,11 +246,14 @@ Status Engine::Submit(std::unique_ptr<TensorEntry>* entry, bool blocking, int64_
   const bool traces = shared_.trace.enabled();
   const TimeNs begin = traces ? NowNs() : 0;
   const std::string tensor = traces ? (*entry)->request.name : std::string();
-  const int64_t bytes = traces ? (*entry)->request.bytes() : 0;
+  size_t bytes = 0;
+  for (const TensorView& view : (*entry)->views) bytes += traces ? view.bytes() : 0;
   HORORING_RETURN_IF_ERROR(shared_.tensors.Submit(entry, handle, id));
   ++shared_.stats.submitted;
   if (!blocking || !shared_.CallersMayProgress()) shared_.mailbox.NotifySubmitted();
-  if (traces) shared_.trace.Span(Stage::kSubmit, Track::kCaller, tensor, begin, NowNs(), bytes);
+  if (traces)
+    shared_.trace.Span(Stage::kSubmit, Track::kCaller, tensor, begin, NowNs(),
+                       static_cast<int64_t>(bytes));
   return Status::Ok();
 }
 

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
-#include <numeric>
 
 #include "collective/allreduce.h"
 #include "collective/collectives.h"
 #include "negotiation/validate.h"
+#include "transport/bootstrap.h"
 
 namespace hororing {
 namespace {
@@ -25,33 +25,11 @@ std::map<std::string, std::string> ParseLines(const std::string& text) {
   return values;
 }
 
-Status GatherTexts(Transport& transport, const std::string& mine, TimeNs deadline,
-                   std::vector<std::string>* texts) {
-  const size_t size = static_cast<size_t>(transport.size());
-  const uint64_t my_bytes = mine.size();
-  std::vector<uint64_t> bytes(size);
-  HORORING_RETURN_IF_ERROR(AllgatherV(
-      transport, &my_bytes, std::vector<size_t>(size, sizeof my_bytes), bytes.data(), deadline));
-  size_t total = 0;
-  for (uint64_t each : bytes) total += each;
-  std::string all(total, '\0');
-  HORORING_RETURN_IF_ERROR(AllgatherV(transport, mine.data(),
-                                      std::vector<size_t>(bytes.begin(), bytes.end()), all.data(),
-                                      deadline));
-  texts->clear();
-  size_t at = 0;
-  for (uint64_t each : bytes) {
-    texts->push_back(all.substr(at, each));
-    at += each;
-  }
-  return Status::Ok();
-}
-
 }  // namespace
 
 Status CompareFingerprints(Transport& transport, const std::string& fingerprint, TimeNs deadline) {
   std::vector<std::string> texts;
-  HORORING_RETURN_IF_ERROR(GatherTexts(transport, fingerprint, deadline, &texts));
+  HORORING_RETURN_IF_ERROR(TransportBootstrap(&transport).Share(fingerprint, deadline, &texts));
   std::vector<std::map<std::string, std::string>> values;
   std::map<std::string, bool> knobs;
   for (const std::string& text : texts) {

@@ -258,6 +258,12 @@ void TraceFields(Wire& wire, Events& events, Last& last) {
 
 }  // namespace
 
+std::string Encode(const Request& request) {
+  Writer out(MessageKind::kReport);
+  RequestFields(out, request);
+  return out.Take();
+}
+
 std::string Encode(const Report& report) {
   Writer out(MessageKind::kReport);
   ReportFields(out, report);

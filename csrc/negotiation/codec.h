@@ -25,6 +25,8 @@ enum class MessageKind : uint8_t {
   kStatus = 5,  // followed by a rank's status text; empty: a query
 };
 
+// Not a message: equal for equal requests.
+std::string Encode(const Request& request);
 std::string Encode(const Report& report);
 std::string Encode(const Agreement& agreement);
 // Encodes reports that are already encoded, with the ranks that make each of them.

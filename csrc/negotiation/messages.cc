@@ -9,16 +9,6 @@ bool Request::operator==(const Request& other) const {
          weight.has_value() == other.weight.has_value();
 }
 
-int64_t Request::bytes() const {
-  int64_t total = 0;
-  for (const Tensor& tensor : tensors) {
-    int64_t elements = 1;
-    for (int64_t dimension : tensor.shape) elements *= dimension;
-    total += elements * static_cast<int64_t>(ElementSize(tensor.dtype));
-  }
-  return total;
-}
-
 Decision& Decision::operator=(const Decision& other) {
   if (this == &other) return *this;
   kind = other.kind;

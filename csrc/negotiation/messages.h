@@ -54,7 +54,6 @@ struct Request {
   std::vector<int32_t> ranks;  // add_process_set
 
   bool operator==(const Request& other) const;
-  int64_t bytes() const;                                          // of all tensors together
   SetScope scope() const { return static_cast<SetScope>(root); }  // REQUIRES: add_process_set
   bool of_members_alone() const {
     return kind == Collective::kAddProcessSet && scope() == SetScope::kMembersOnly;

@@ -8,7 +8,7 @@ namespace hororing {
 
 Status TransportBootstrap::Share(const std::string& mine, TimeNs deadline,
                                  std::vector<std::string>* texts) {
-  constexpr size_t kWidth = 1024;
+  constexpr size_t kWidth = 4096;
   std::vector<char> all(static_cast<size_t>(size()) * kWidth, '\0');
   const auto place = [&](int rank) { return all.data() + static_cast<size_t>(rank) * kWidth; };
   mine.copy(place(rank()), kWidth - 1);

@@ -25,7 +25,7 @@ class Bootstrap {
   virtual Status CheckPeers() { return Status::Ok(); }
 };
 
-// Over an existing transport, around a ring. Texts are cut to 1,023 bytes.
+// Over an existing transport, around a ring. Texts are cut to 4,095 bytes.
 class TransportBootstrap final : public Bootstrap {
  public:
   explicit TransportBootstrap(Transport* transport) : transport_(*transport) {}

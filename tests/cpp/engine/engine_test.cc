@@ -249,11 +249,9 @@ TEST(a_rank_that_gives_up_starting_is_heard_of_by_those_who_have_started) {
   auto transports = MakeInprocWorld(3, 0);
   std::thread stuck([&] {
     Transport& transport = *transports[1];
-    uint64_t mine = 3, sizes[3];
-    CHECK_OK(AllgatherV(transport, &mine, {8, 8, 8}, sizes, kForever));
-    char text[] = "a=1", other[3];
-    CHECK_OK(transport.Wait(transport.Send(2, text, 3), kForever));
-    CHECK_OK(transport.Wait(transport.Receive(0, other, 3), kForever));
+    char text[4096] = "a=1", other[4096];
+    CHECK_OK(SendReceive(transport, 2, text, sizeof text, 0, other, sizeof other, kForever));
+    CHECK_OK(transport.Wait(transport.Receive(0, other, sizeof other), kForever));
   });
   Player players[3];
   const auto start = [&](int rank) {

@@ -262,12 +262,11 @@ TEST(what_is_unusual_goes_by_the_loop) {
   InStep step(2);
   Play(2, EngineConfig(), [&](Player& player) {
     std::vector<float> large(kMost / 4 + 1, 1.0f), empty, small(1, 1.0f);
-    const std::string longest(OneShotExchange::kMaxSignature, 'n'), name = "unusual", unnamed;
-    std::array<std::unique_ptr<TensorEntry>, 6> unusual = {
+    const std::string longest(OneShotExchange::kMaxSignature, 'n'), name = "unusual";
+    std::array<std::unique_ptr<TensorEntry>, 5> unusual = {
         Player::Entry(name, small, ReduceOp::kSum, 3),
         Player::Entry(name, small, ReduceOp::kAdasum),
         Player::Entry(longest, small, ReduceOp::kSum),
-        Player::Entry(unnamed, small, ReduceOp::kSum),
         Player::Entry(name, large, ReduceOp::kSum),
         Player::Entry(name, empty, ReduceOp::kSum),
     };
