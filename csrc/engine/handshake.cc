@@ -1,11 +1,9 @@
 #include "engine/handshake.h"
 
 #include <algorithm>
-#include <cstring>
 #include <map>
+#include <numeric>
 
-#include "collective/allreduce.h"
-#include "collective/collectives.h"
 #include "negotiation/validate.h"
 #include "transport/bootstrap.h"
 

@@ -6,7 +6,6 @@
 
 #include "base/clock.h"
 #include "base/status.h"
-#include "collective/algorithm.h"
 #include "transport/factory.h"
 #include "transport/transport.h"
 

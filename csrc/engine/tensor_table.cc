@@ -136,20 +136,20 @@ uint64_t TensorTable::IdOf(const Request& request) {
 void TensorTable::Define(uint64_t id, const Request& request, const std::vector<int64_t>& rows) {
   std::lock_guard<std::mutex> lock(mutex_);
   RequestRecord& record = records_[Key(request)];
-  if (record.id != 0) known_.Erase(record.id);
+  if (record.id != 0) known_.erase(record.id);
   if (Active(record) == nullptr) record.entry.reset();  // this rank has joined
   record.id = id;
   record.agreed = request;
   record.rows = rows;
   record.reported = nullptr;
-  known_.Add(id, &record);
+  known_[id] = &record;
 }
 
 void TensorTable::Forget(uint64_t id) {
   RequestRecord* const record = FindRecord(id);
   if (record == nullptr) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  known_.Erase(id);
+  known_.erase(id);
   record->id = 0;
   if (TensorEntry* const entry = Active(*record)) {
     entry->cache_id = 0;
@@ -168,7 +168,7 @@ std::vector<std::unique_ptr<TensorEntry>> TensorTable::RemoveSet(int32_t process
       ++each;
       continue;
     }
-    if (record.id != 0) known_.Erase(record.id);
+    if (record.id != 0) known_.erase(record.id);
     submitted_.erase(std::remove(submitted_.begin(), submitted_.end(), record.entry.get()),
                      submitted_.end());
     if (Active(record) != nullptr) removed.push_back(std::move(record.entry));

@@ -29,7 +29,6 @@
 #include "base/types.h"
 #include "engine/fusion_planner.h"
 #include "engine/handle_table.h"
-#include "negotiation/id_table.h"
 #include "negotiation/messages.h"
 
 namespace hororing {
@@ -105,8 +104,8 @@ class TensorTable {
 
   // The record with this cache id. Null: there is none.
   RequestRecord* FindRecord(uint64_t id) {
-    RequestRecord** const found = known_.Find(id);
-    return found == nullptr ? nullptr : *found;
+    const auto found = known_.find(id);
+    return found == known_.end() ? nullptr : found->second;
   }
   // The cache id of exactly this active request; 0: none.
   uint64_t IdOf(const Request& request);
@@ -139,10 +138,10 @@ class TensorTable {
   std::mutex mutex_;
   std::unordered_map<std::string, RequestRecord> records_;  // by Key; GUARDED_BY(mutex_)
   std::vector<TensorEntry*> submitted_;                     // GUARDED_BY(mutex_)
-  std::string key_;                   // scratch for look-ups; GUARDED_BY(mutex_)
-  Status closed_;                     // GUARDED_BY(mutex_)
-  std::atomic<bool> joining_{false};  // a join is active; written under mutex_
-  IdTable<RequestRecord*> known_;     // the loop changes it, under mutex_
+  std::string key_;                                     // scratch for look-ups; GUARDED_BY(mutex_)
+  Status closed_;                                       // GUARDED_BY(mutex_)
+  std::atomic<bool> joining_{false};                    // a join is active; written under mutex_
+  std::unordered_map<uint64_t, RequestRecord*> known_;  // by cache id; changed under mutex_
 };
 
 }  // namespace hororing

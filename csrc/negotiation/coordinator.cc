@@ -81,9 +81,9 @@ void Coordinator::SwitchTimeline(bool on, bool mark_cycles) {
 // A missing record belongs to a removed process set, whose requests have failed.
 void Coordinator::ReportCached(const int* ranks, size_t count, uint64_t id, double weight,
                                TimeNs now) {
-  Record* found = records_.Find(id);
-  if (found == nullptr) return;
-  Record& record = *found;
+  const auto found = records_.find(id);
+  if (found == records_.end()) return;
+  Record& record = found->second;
   Pending& pending = PendingFor(record.request, *record.tensor, now);
   if (pending.reported.count() == 0) {
     pending.id = id;
@@ -344,7 +344,7 @@ uint64_t Coordinator::Remember(TensorState& tensor, const Request& request,
   if (options_.cache_capacity <= 0 || request.tensors.empty()) return 0;
   if (tensor.id != 0) {
     // All members have just reported the name, so no report of the old id is in transit.
-    const Record& older = *records_.Find(tensor.id);
+    const Record& older = records_.at(tensor.id);
     by_age_.erase(older.age);
     Erase(older);
   } else if (static_cast<int>(by_age_.size()) >= options_.cache_capacity) {
@@ -352,7 +352,7 @@ uint64_t Coordinator::Remember(TensorState& tensor, const Request& request,
   }
   const uint64_t id = next_id_++;
   by_age_.push_front(id);
-  records_.Add(id, {id, &tensor, false, false, by_age_.begin(), request, rows});
+  records_[id] = {id, &tensor, false, false, by_age_.begin(), request, rows};
   tensor.id = id;
   ++tensor.records;
   return id;
@@ -361,13 +361,13 @@ uint64_t Coordinator::Remember(TensorState& tensor, const Request& request,
 // Evicts the oldest record that was not used since the last check ("second chance").
 void Coordinator::Evict() {
   for (;;) {
-    Record& oldest = *records_.Find(by_age_.back());
+    Record& oldest = records_.at(by_age_.back());
     if (!std::exchange(oldest.used, false)) break;
     by_age_.splice(by_age_.begin(), by_age_, oldest.age);
   }
   const uint64_t victim = by_age_.back();
   by_age_.pop_back();
-  Record& evicted = *records_.Find(victim);
+  Record& evicted = records_.at(victim);
   evicted.tensor->id = 0;
   evicted.retired = true;
   evicted_.push_back(victim);
@@ -378,7 +378,7 @@ void Coordinator::Erase(const Record& record) {
   TensorState& tensor = *record.tensor;
   if (tensor.id == record.id) tensor.id = 0;
   if (--tensor.records == 0 && !tensor.pending.waits) tensors_.erase(tensors_.find(tensor.key));
-  records_.Erase(record.id);
+  records_.erase(record.id);
 }
 
 // Does its work only once in a while, so that its cost per report does not grow with the evictions.
@@ -386,7 +386,7 @@ void Coordinator::ForgetRetired() {
   if (++reports_since_forgetting_ < retired_.size()) return;
   reports_since_forgetting_ = 0;
   for (auto retired = retired_.begin(); retired != retired_.end();) {
-    const Record& record = *records_.Find(retired->first);
+    const Record& record = records_.at(retired->first);
     const Request& request = record.request;
     const TensorState& tensor = *record.tensor;
     const bool in_use = tensor.pending.waits && tensor.pending.id == retired->first;

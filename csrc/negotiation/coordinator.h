@@ -30,7 +30,6 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "negotiation/id_table.h"
 #include "negotiation/messages.h"
 #include "negotiation/process_sets.h"
 #include "negotiation/stall_inspector.h"
@@ -152,10 +151,10 @@ class Coordinator {
       nullptr;  // the current report has cleared `blocked_` of its members
 
   uint64_t next_id_ = 1;
-  IdTable<Record> records_;
-  std::list<uint64_t> by_age_;            // live ids, the newest first
-  std::vector<uint64_t> evicted_;         // to announce in the next agreement
-  std::map<uint64_t, uint64_t> retired_;  // id -> sequence of the announcing agreement
+  std::unordered_map<uint64_t, Record> records_;  // by cache id
+  std::list<uint64_t> by_age_;                    // live ids, the newest first
+  std::vector<uint64_t> evicted_;                 // to announce in the next agreement
+  std::map<uint64_t, uint64_t> retired_;          // id -> sequence of the announcing agreement
   size_t reports_since_forgetting_ = 0;
 
   std::vector<uint64_t> applied_;  // per rank: the last agreement it has applied

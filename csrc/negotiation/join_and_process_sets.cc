@@ -45,7 +45,7 @@ void Coordinator::RemoveSet(int32_t id) {
     Push(std::move(fail));
   }
   const auto erased = [&](uint64_t each) {
-    const Record& record = *records_.Find(each);
+    const Record& record = records_.at(each);
     if (record.request.process_set != id) return false;
     Erase(record);
     return true;
@@ -55,7 +55,7 @@ void Coordinator::RemoveSet(int32_t id) {
     each = erased(each->first) ? retired_.erase(each) : std::next(each);
   }
   evicted_.erase(std::remove_if(evicted_.begin(), evicted_.end(),
-                                [&](uint64_t each) { return records_.Find(each) == nullptr; }),
+                                [&](uint64_t each) { return records_.count(each) == 0; }),
                  evicted_.end());
   sets_.Remove(id);
   removed_.insert(id);
@@ -128,7 +128,7 @@ std::optional<Agreement> Coordinator::PartFor(const std::vector<int>& ranks,
     if (concerns(decision.process_set)) part.decisions.push_back(decision);
   }
   for (uint64_t id : agreement.evicted) {
-    if (concerns(records_.Find(id)->request.process_set)) part.evicted.push_back(id);
+    if (concerns(records_.at(id).request.process_set)) part.evicted.push_back(id);
   }
   if (part.decisions.empty() && part.evicted.empty()) return std::nullopt;
   return part;

@@ -8,36 +8,11 @@
 
 #include "check.h"
 #include "negotiation/coordinator.h"
-#include "negotiation/id_table.h"
 
 namespace hororing_test {
 namespace {
 
 using namespace hororing;
-
-TEST(a_table_holds_what_was_added_and_not_erased) {
-  std::mt19937 random(Seed());
-  IdTable<std::string> table;
-  std::map<uint64_t, std::string> expected;
-  uint64_t next = 1;
-  for (int change = 0; change < 5000; ++change) {
-    if (random() % 2 == 0) {
-      next += random() % 50 == 0 ? random() % 1000 : 1;
-      expected[next] = std::to_string(next);
-      CHECK_EQ(table.Add(next, std::to_string(next)), expected[next]);
-    } else if (!expected.empty()) {
-      auto victim = expected.lower_bound(random() % (next + 1));
-      if (victim == expected.end()) victim = expected.begin();
-      table.Erase(victim->first);
-      expected.erase(victim);
-    }
-    const uint64_t id = random() % (next + 100);
-    const auto found = expected.find(id);
-    const std::string* there = table.Find(id);
-    CHECK_EQ(there != nullptr, found != expected.end());
-    if (there != nullptr) CHECK_EQ(*there, found->second);
-  }
-}
 
 Request Allreduce(const std::string& name, int64_t elements = 4, int32_t process_set = kWorldSet) {
   Request request;
