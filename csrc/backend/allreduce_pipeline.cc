@@ -36,13 +36,6 @@
 namespace hororing {
 namespace {
 
-// One host: up to this size every rank reduces everything itself. That is one wait for the peers
-// instead of two, and a wait may be a thread switch. Not for two ranks: they save little, reduce
-// twice as much, and finish at different times, so that the next report of the faster rank wakes
-// the loop thread of the other, which was about to poll.
-constexpr size_t kSmallBatch = 32 << 10;
-constexpr int kMinRanksForSmall = 3;
-
 class AllreducePipeline final : public HostPipeline {
  public:
   // `exchange`: null on one host, or if this rank owns no slices.
@@ -103,8 +96,7 @@ class AllreducePipeline final : public HostPipeline {
     StageSpan span(trace_, Stage::kPack, batch_);
     const Range block = PieceOf(plan_.total, plan_.block_bytes, packed_);
     std::byte* const block_at = BlockAt(rank_, packed_);
-    const bool all = plan_.small || !owns_;
-    const Range own = all ? Range{block.begin, block.begin} : plan_.SliceOf(block, rank_);
+    const Range own = owns_ ? plan_.SliceOf(block, rank_) : Range{block.begin, block.begin};
     for (const Range& part : {Range{block.begin, own.begin}, Range{own.end, block.end}}) {
       plan_.ForEachPiece(part, [&](const Place& place, size_t at, size_t bytes) {
         local_.to_slot().Copy(block_at + (at - block.begin), place.input + (at - place.begin),
@@ -118,7 +110,7 @@ class AllreducePipeline final : public HostPipeline {
   void Reduce() {
     StageSpan span(trace_, Stage::kReduce, batch_);
     const Range block = PieceOf(plan_.total, plan_.block_bytes, summed_);
-    const Range own = plan_.small ? block : plan_.SliceOf(block, rank_);
+    const Range own = plan_.SliceOf(block, rank_);
     if (exchange_ != nullptr) {
       SumForExchange(block, own);
       ++summed_;
@@ -128,14 +120,10 @@ class AllreducePipeline final : public HostPipeline {
         std::byte* const result = place.output + (at - place.begin);
         ReduceMany(place.reduce, size_, result, sources_.data(), size_,
                    bytes / ElementSize(place.reduce.dtype));
-        if (!plan_.small) local_.to_slot().Copy(block_at + (at - block.begin), result, bytes);
+        local_.to_slot().Copy(block_at + (at - block.begin), result, bytes);
       });
       reduced_ = ++summed_;
-      if (plan_.small) {  // nothing is left to unpack, and no rank waits for the sum
-        Publish(&DirectProgress::consumed, ++consumed_);
-      } else {
-        Publish(&DirectProgress::reduced, reduced_);
-      }
+      Publish(&DirectProgress::reduced, reduced_);
     }
     span.End(one_host_ ? block.bytes() : own.bytes());
   }
@@ -213,9 +201,7 @@ AllreducePlan::AllreducePlan(const Batch& batch, const SetSlots& set, int slice_
   const int hosts = set.group.hosts();
   const size_t capacity = set.geometry.capacity;
   size_t wanted = SlotGeometry::kMaxLocalBlock;
-  if (hosts == 1) {
-    small = owners >= kMinRanksForSmall && total <= std::min(kSmallBatch, capacity);
-  } else {
+  if (hosts > 1) {
     // Between hosts, a block is so large that two owners exchange kHostMessage. Then the wire waits
     // briefly for the first block to be packed, and the ranks for the last one. Few blocks are open
     // at a time, so all owners of a host keep the same pace. TCP shares a wire unevenly; otherwise

@@ -9,10 +9,6 @@
 //   UNPACK    every rank copies the slices of others to its outputs            consumed[r] = k + 1
 //
 // No fusion buffer, no pairwise copies, and one rounding.
-//
-// On one host with more than two ranks, batches of up to 32 KiB take a short cut: each rank packs
-// its whole input and reduces the whole block itself. That saves the second wait for the peers and
-// gives the same bits.
 #pragma once
 
 #include <cstddef>
@@ -39,8 +35,6 @@ struct AllreducePlan : VirtualBuffer {
   int owners;
   size_t block_bytes = 0;
   uint64_t blocks = 0;
-  // One host: each rank reduces everything itself.
-  bool small = false;
   // Several hosts.
   Layout layout;
   bool whole = true;  // each host sends whole slices to all others
