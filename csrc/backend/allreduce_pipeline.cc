@@ -207,9 +207,9 @@ AllreducePlan::AllreducePlan(const Batch& batch, const SetSlots& set, int slice_
     // at a time, so all owners of a host keep the same pace. TCP shares a wire unevenly; otherwise
     // the last owner would have the wire to itself and could not fill it.
     for (const Place& place : places) layout.Add(place.reduce, RoundUp(place.bytes, kEntryAlign));
-    whole = ExchangesWholeSlices(layout.volume(), hosts, latency_bytes);
+    whole = ExchangesWholeSlices(layout, hosts, latency_bytes);
     const size_t messages = static_cast<size_t>(owners) * static_cast<size_t>(whole ? 1 : hosts);
-    wanted = messages * kHostMessage * total / layout.volume().partial;
+    wanted = messages * kHostMessage * total / layout.partial_bytes();
   }
   block_bytes = std::min({total, RoundUp(wanted, kEntryAlign), capacity});
   blocks = (total + block_bytes - 1) / block_bytes;

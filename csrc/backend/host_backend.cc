@@ -118,7 +118,7 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
     StageSpan span(trace, Stage::kReduce, batch);
     const GatherOptions gather = gather_options();
     const bool around =
-        !options_.reproducible && !buffer.layout.volume().wide &&
+        !options_.reproducible && !buffer.layout.wide() &&
         buffer.layout.bytes() >= kRingChunk * static_cast<size_t>(transport_.size());
     algorithm_used_ = around ? AlgorithmUsed::kRing : AlgorithmUsed::kRankOrder;
     HORORING_RETURN_IF_ERROR(

@@ -17,17 +17,4 @@ HostShape ShapeOf(const std::vector<std::vector<int>>& ranks_on) {
   return shape;
 }
 
-void Volume::Add(const ReduceSpec& spec, size_t more) {
-  bytes += more;
-  partial += more / ElementSize(spec.dtype) * PartialSize(spec);
-  wide = wide || NeedsWideAccumulator(spec);
-}
-
-bool ExchangesWholeSlices(const Volume& volume, int hosts, size_t latency_bytes) {
-  const size_t others = static_cast<size_t>(hosts - 1);
-  const size_t there_and_back =
-      others * (volume.partial + volume.bytes) / static_cast<size_t>(hosts);
-  return others * volume.partial <= there_and_back + latency_bytes;
-}
-
 }  // namespace hororing

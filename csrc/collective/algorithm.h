@@ -6,9 +6,6 @@
 #include <cstddef>
 #include <vector>
 
-#include "base/reduce.h"
-#include "base/status.h"
-
 namespace hororing {
 
 // The algorithm that ran an allreduce among several ranks, for statistics.
@@ -30,15 +27,6 @@ struct AllreduceOptions {
   size_t latency_bytes = 16 << 10;
 };
 
-// The data that an allreduce moves, in bytes.
-struct Volume {
-  size_t bytes = 0;
-  size_t partial = 0;  // as partial results
-  bool wide = false;   // whether any part needs a wide accumulator (base/reduce.h)
-
-  void Add(const ReduceSpec& spec, size_t more);
-};
-
 // How the ranks are distributed over hosts.
 struct HostShape {
   int hosts = 1;
@@ -48,8 +36,5 @@ struct HostShape {
 
 // The shape for the ranks on each host. Empty: one host.
 HostShape ShapeOf(const std::vector<std::vector<int>>& ranks_on);
-
-// Whether hosts send whole slices to every other host, so that no results are returned.
-bool ExchangesWholeSlices(const Volume& volume, int hosts, size_t latency_bytes);
 
 }  // namespace hororing

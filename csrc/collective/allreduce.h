@@ -59,7 +59,7 @@ struct ReduceBuffer {
   Layout layout;
 };
 
-// `segment_bytes`: of a message; 0: built in. REQUIRES: !layout.volume().wide.
+// `segment_bytes`: of a message; 0: built in. REQUIRES: !layout.wide().
 Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
                      TimeNs deadline, size_t segment_bytes = 0);
 // Any layout.

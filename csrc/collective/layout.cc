@@ -9,8 +9,10 @@ constexpr size_t kLine = 64;  // a multiple of every element size
 
 void Layout::Add(const ReduceSpec& spec, size_t bytes) {
   if (bytes == 0) return;
-  const size_t begin = volume_.bytes;
-  volume_.Add(spec, bytes);
+  const size_t begin = bytes_;
+  bytes_ += bytes;
+  partial_bytes_ += bytes / ElementSize(spec.dtype) * PartialSize(spec);
+  wide_ = wide_ || NeedsWideAccumulator(spec);
   if (!runs_.empty() && runs_.back().spec == spec) {
     runs_.back().end += bytes;
   } else {

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "base/reduce.h"
-#include "collective/algorithm.h"
 #include "collective/segments.h"
 
 namespace hororing {
@@ -30,8 +29,10 @@ class Layout {
   // a new run consists of whole cache lines, and so does a new run unless it is the first.
   void Add(const ReduceSpec& spec, size_t bytes);
 
-  size_t bytes() const { return volume_.bytes; }
-  const Volume& volume() const { return volume_; }
+  size_t bytes() const { return bytes_; }
+  size_t partial_bytes() const { return partial_bytes_; }
+  // Whether any part needs a wide accumulator (base/reduce.h).
+  bool wide() const { return wide_; }
   // The largest ratio of an element's size as a partial result to its own size.
   size_t widening() const;
   // Bytes of the partial results of the first `bytes` bytes.
@@ -69,7 +70,8 @@ class Layout {
     size_t begin, end;  // bytes
   };
   std::vector<Run> runs_;
-  Volume volume_;
+  size_t bytes_ = 0, partial_bytes_ = 0;
+  bool wide_ = false;
 };
 
 // An allreduce of one rank: only applies the factors. May be in place.

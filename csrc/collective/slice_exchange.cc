@@ -27,6 +27,12 @@ void SumPartials(const ReduceSpec& spec, std::byte* partials, const std::vector<
   }
 }
 
+bool ExchangesWholeSlices(const Layout& layout, int hosts, size_t latency_bytes) {
+  const size_t others = static_cast<size_t>(hosts - 1), partial = layout.partial_bytes();
+  const size_t there_and_back = others * (partial + layout.bytes()) / static_cast<size_t>(hosts);
+  return others * partial <= there_and_back + latency_bytes;
+}
+
 SliceExchange::SliceExchange(Transport& wire, Plan plan, TimeNs deadline)
     : wire_(wire),
       plan_(std::move(plan)),

@@ -38,6 +38,9 @@ namespace hororing {
 void SumPartials(const ReduceSpec& spec, std::byte* partials, const std::vector<const void*>& from,
                  size_t n, std::byte* widened, const int* ranks = nullptr);
 
+// Whether hosts send whole slices to every other host, so that no results are returned.
+bool ExchangesWholeSlices(const Layout& layout, int hosts, size_t latency_bytes);
+
 class SliceExchange {
  public:
   struct Plan {

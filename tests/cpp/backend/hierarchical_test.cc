@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "backend_world.h"
+#include "collective/slice_exchange.h"
 #include "engine/backends.h"
 #include "hosts_world.h"
 
@@ -284,9 +285,7 @@ TEST(a_ring_goes_host_by_host_whatever_the_order_of_the_ranks) {
 
 TEST(whole_slices_are_exchanged_where_returning_them_costs_more) {
   const auto FloatsOf = [](size_t elements) {
-    Volume volume;
-    volume.Add({DataType::kFloat32, ReduceOp::kSum, 1, 1}, elements * 4);
-    return volume;
+    return Layout({DataType::kFloat32, ReduceOp::kSum, 1, 1}, elements);
   };
   // Two hosts that exchange whole slices send no more bytes, at half the latency.
   CHECK(ExchangesWholeSlices(FloatsOf(1 << 20), 2, 0));

@@ -86,7 +86,7 @@ void CheckMixed(Rank& rank, const std::vector<ReduceSpec>& specs, size_t n, Scra
     expected.insert(expected.end(), sum.begin(), sum.end());
   }
   for (const Which algorithm : kAlgorithms) {
-    if (algorithm == Which::kRing && buffer.layout.volume().wide) continue;
+    if (algorithm == Which::kRing && buffer.layout.wide()) continue;
     rank.Enter(Name(algorithm));
     Scratch aligned;
     buffer.data = static_cast<std::byte*>(aligned.Reserve(input.size()));
