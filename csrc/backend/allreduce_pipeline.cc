@@ -194,9 +194,8 @@ class AllreducePipeline final : public HostPipeline {
 
 }  // namespace
 
-AllreducePlan::AllreducePlan(const Batch& batch, const SetSlots& set, int slice_owners,
-                             size_t latency_bytes)
-    : VirtualBuffer(batch), owners(slice_owners) {
+AllreducePlan::AllreducePlan(const Batch& batch, const SetSlots& set, size_t latency_bytes)
+    : VirtualBuffer(batch), owners(set.group.least_local_size()) {
   if (total == 0) return;
   const int hosts = set.group.hosts();
   const size_t capacity = set.geometry.capacity;

@@ -23,8 +23,8 @@ namespace hororing {
 
 // How a batch is cut; the same on all ranks.
 struct AllreducePlan : VirtualBuffer {
-  // `slice_owners`: per host. `latency_bytes`: see AllreduceOptions.
-  AllreducePlan(const Batch& batch, const SetSlots& set, int slice_owners, size_t latency_bytes);
+  // `latency_bytes`: see AllreduceOptions.
+  AllreducePlan(const Batch& batch, const SetSlots& set, size_t latency_bytes);
 
   Range SliceOf(const Range& block, int owner) const { return Slice(block, owner, owners); }
   size_t LargestSlice() const {
@@ -32,7 +32,7 @@ struct AllreducePlan : VirtualBuffer {
            static_cast<size_t>(owners) * kEntryAlign;
   }
 
-  int owners;
+  int owners;  // of slices, on each host
   size_t block_bytes = 0;
   uint64_t blocks = 0;
   // Several hosts.

@@ -43,7 +43,7 @@ HostBackend::HostBackend(Transport& transport, const AllreduceOptions& options,
                          const std::vector<std::vector<int>>& ranks_on)
     : transport_(transport),
       options_(options),
-      shape_(ShapeOf(ranks_on)),
+      hosts_(ranks_on.size()),
       by_host_(HostByHost(transport, ranks_on)) {}
 
 Status HostBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
@@ -75,10 +75,11 @@ void HostBackend::MoveToOutput(const Batch& batch, const BatchEntry& entry, Trac
 
 // Every message between hosts is as large as TCP sends at once: its overhead is small even on a
 // fast wire. 0: the size depends on the batch.
-size_t HostBackend::MessageBytes() const { return shape_.hosts > 1 ? kHostMessage : 0; }
+size_t HostBackend::MessageBytes() const { return hosts_ > 1 ? kHostMessage : 0; }
 
 GatherOptions HostBackend::gather_options() const {
-  return {by_host_.get(), MessageBytes(), shape_.hosts > 1 && shape_.max_ranks == 1};
+  return {by_host_.get(), MessageBytes(),
+          hosts_ > 1 && static_cast<size_t>(transport_.size()) == hosts_};
 }
 
 Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {

@@ -44,7 +44,7 @@ class HostBackend final : public Backend {
 
   Transport& transport_;
   const AllreduceOptions options_;
-  const HostShape shape_;
+  const size_t hosts_;                       // 0: one
   const std::unique_ptr<Subgroup> by_host_;  // null if the order of the ranks is as good
   Scratch fusion_buffer_{&scratch_bytes_};
   Scratch receive_buffer_{&scratch_bytes_};

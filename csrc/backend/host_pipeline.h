@@ -50,6 +50,12 @@ struct HostGroup {
   int hosts() const { return static_cast<int>(group_ranks_on.size()); }
   int size() const { return static_cast<int>(members.ranks.size()); }
   int local_size() const { return static_cast<int>(slots.size()); }
+  // The number of ranks on the smallest host.
+  int least_local_size() const {
+    size_t least = members.ranks.size();
+    for (const std::vector<int>& ranks : group_ranks_on) least = std::min(least, ranks.size());
+    return static_cast<int>(least);
+  }
 
   const Members members;
   std::vector<int> host_of;                      // by group rank

@@ -13,13 +13,12 @@ SharedMemoryBackend::SharedMemoryBackend(Transport& wire, ShmTransport& local,
            one_segment_ ? SlotGeometry::OneHost(local.segment().geometry().slot_bytes)
                         : SlotGeometry::SeveralHosts(local.segment().geometry().slot_bytes),
            FirstBlock(members)},
-      shape_(ShapeOf(set_.group.group_ranks_on)),
       options_(options) {
   if (members.set == 0) scratch_bytes_ = local.segment().geometry().slot_bytes;
 }
 
 bool SharedMemoryBackend::Supports(const Batch& batch) const {
-  const bool one_host = shape_.hosts == 1;
+  const bool one_host = set_.group.hosts() == 1;
   // Sums over several hosts are not in rank order.
   if (batch.kind == Collective::kAllreduce) {
     return !batch.is_adasum() && (one_host || !options_.reproducible);
@@ -43,9 +42,10 @@ Status SharedMemoryBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& 
         ReduceAlone(batch, trace);
         break;
       }
-      const AllreducePlan plan(batch, set_, shape_.min_ranks, options_.latency_bytes);
+      const AllreducePlan plan(batch, set_, options_.latency_bytes);
       if (plan.blocks == 0) break;
-      algorithm_used_ = shape_.hosts == 1 ? AlgorithmUsed::kShmDirect : AlgorithmUsed::kThreePhase;
+      algorithm_used_ =
+          set_.group.hosts() == 1 ? AlgorithmUsed::kShmDirect : AlgorithmUsed::kThreePhase;
       broken_ = RunAllreduce(set_, batch, plan, scratch_, deadline, trace);
   }
   return broken_;

@@ -43,7 +43,6 @@ class SharedMemoryBackend final : public Backend {
 
   const bool one_segment_;  // of all ranks of the job
   SetSlots set_;
-  const HostShape shape_;
   const AllreduceOptions options_;
   Scratch scratch_{&scratch_bytes_};  // for data on the wire
   AlgorithmUsed algorithm_used_ = AlgorithmUsed::kNotCounted;

@@ -14,7 +14,7 @@ namespace hororing {
 // A rank of the smallest host owns most: the channel of that host, and its share of the others'.
 size_t SharedMemoryBackend::MaxChannels() const {
   size_t most = 0;
-  const size_t owners = static_cast<size_t>(shape_.min_ranks);
+  const size_t owners = static_cast<size_t>(set_.group.least_local_size());
   for (const auto& ranks : set_.group.group_ranks_on) most += (ranks.size() + owners - 1) / owners;
   return most;
 }

@@ -1,10 +1,7 @@
-// What an allreduce over several hosts depends on: values that all ranks share.
-//
-// Thread-safety: pure functions.
+// The algorithms of allreduces, and their options.
 #pragma once
 
 #include <cstddef>
-#include <vector>
 
 namespace hororing {
 
@@ -26,15 +23,5 @@ struct AllreduceOptions {
   // 60 KB at 10 Gbit/s.
   size_t latency_bytes = 16 << 10;
 };
-
-// How the ranks are distributed over hosts.
-struct HostShape {
-  int hosts = 1;
-  int max_ranks = 1;  // on a host
-  int min_ranks = 1;
-};
-
-// The shape for the ranks on each host. Empty: one host.
-HostShape ShapeOf(const std::vector<std::vector<int>>& ranks_on);
 
 }  // namespace hororing
