@@ -1,6 +1,7 @@
 #include "gpu/nccl_batch.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <vector>
 
@@ -10,9 +11,12 @@
 namespace hororing {
 namespace {
 
-// Whether the type can represent `value` exactly.
-bool Holds(DataType dtype, double value) {
-  const float narrow = static_cast<float>(value);
+// Whether NCCL multiplies by `factor` without rounding: it computes with the tensor's type. Wider
+// types round as the host does.
+bool MultipliesExactly(DataType dtype, double factor) {
+  int exponent = 0;
+  if (ElementSize(dtype) == 2 && std::abs(std::frexp(factor, &exponent)) != 0.5) return false;
+  const float narrow = static_cast<float>(factor);
   if (dtype == DataType::kFloat16) return HalfToFloat(FloatToHalf(narrow)) == narrow;
   if (dtype == DataType::kBfloat16) return Bfloat16ToFloat(FloatToBfloat16(narrow)) == narrow;
   return true;
@@ -213,9 +217,10 @@ bool NcclSupports(Collective kind, const ReduceSpec& spec, int ranks) {
   if (spec.prescale == 1.0 && spec.postscale == 1.0) return true;
   if (!floating) return false;
   const double factor = spec.prescale * spec.postscale;
-  if (spec.op == ReduceOp::kSum) return Holds(spec.dtype, factor);
+  if (spec.op == ReduceOp::kSum) return MultipliesExactly(spec.dtype, factor);
   // gradient_predivide_factor cancels out.
-  if (spec.op == ReduceOp::kAverage) return factor == 1.0 || Holds(spec.dtype, factor / ranks);
+  if (spec.op == ReduceOp::kAverage)
+    return factor == 1.0 || MultipliesExactly(spec.dtype, factor / ranks);
   return false;
 }
 

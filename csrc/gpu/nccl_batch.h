@@ -15,8 +15,8 @@ namespace hororing {
 
 // Whether NCCL gives the same result for this entry as the host, among `ranks`. It does not for
 // 16-bit integers, averages of integers (NCCL's sums overflow), Adasum, factors of integers,
-// factors that NCCL would round to 16 bits, factors of Min, Max and Product, which NCCL lacks, and
-// factors of one rank.
+// factors of 16-bit floats that are no powers of two, factors of Min, Max and Product, which NCCL
+// lacks, and factors of one rank.
 bool NcclSupports(Collective kind, const ReduceSpec& spec, int ranks);
 
 // Whether the fusion buffer helps; the same on all ranks. REQUIRES: NcclSupports, for all entries.
