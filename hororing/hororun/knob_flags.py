@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from hororing.config.forms import BOOL, BadText
 from hororing.config.knobs import KNOBS, Knob
@@ -27,13 +28,11 @@ _OTHERS: list[tuple[str, str, bool, Callable[[str], str]]] = [
     ("--no-stall-check", "STALL_WARNING_S", False, lambda _: "0"),
     ("--log-with-timestamp", "LOG_HIDE_TIME", False, lambda _: "0"),
 ]
-# Horovod's flags for variables without an effect: with one of them, rank 0 logs why.
-_UNUSED = {
-    "--autotune": "HOROVOD_AUTOTUNE",
-    "--autotune-log-file": "HOROVOD_AUTOTUNE_LOG",
-    "--autotune-warmup-samples": "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
-    "--autotune-steps-per-sample": "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
-}
+# Horovod's flags without an effect. They set this variable, so that rank 0 logs why.
+_AUTOTUNE = "HOROVOD_AUTOTUNE"
+_AUTOTUNE_VALUES = (
+    "--autotune-log-file", "--autotune-warmup-samples", "--autotune-steps-per-sample",
+)  # fmt: skip
 # Flags of hororun itself; ranks get their values in another way.
 _LEFT_OUT = {"ALONE"}
 
@@ -79,20 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 flag, dest=_PREFIX + name, action="store_const", const=meaning(""),
                 help=argparse.SUPPRESS,
             )  # fmt: skip
-    for flag, name in _UNUSED.items():
-        if flag == "--autotune":
-            group.add_argument(
-                flag, dest=_PREFIX + name, action="store_const", const="1", help=argparse.SUPPRESS
-            )
-        else:
-            group.add_argument(flag, dest=_PREFIX + name, help=argparse.SUPPRESS)
+    unused: dict[str, Any] = {"dest": _PREFIX + _AUTOTUNE, "help": argparse.SUPPRESS}
+    group.add_argument("--autotune", action="store_const", const="1", **unused)
+    group.add_argument(*_AUTOTUNE_VALUES, type=lambda _: "1", **unused)
     group.add_argument("--no-autotune", action="store_true", help=argparse.SUPPRESS)
 
 
 def chosen(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the given flags as variables."""
     given = {knob.variable: getattr(arguments, _PREFIX + knob.name, None) for knob in KNOBS}
-    given |= {name: getattr(arguments, _PREFIX + name, None) for name in _UNUSED.values()}
+    given[_AUTOTUNE] = getattr(arguments, _PREFIX + _AUTOTUNE, None)
     return {name: text for name, text in given.items() if text is not None}
 
 
