@@ -17,10 +17,11 @@ import hororing.torch as hvd
 CYCLES = 20_000_000  # of a kernel that only waits, about 10 ms
 
 
-def sleep(device: torch.device) -> None:
-    """Keep the current stream busy."""
-    if device.type == "cuda":
-        torch.cuda._sleep(CYCLES)
+def network(device: torch.device) -> nn.Sequential:
+    """Make the same model in each call."""
+    torch.manual_seed(7)
+    layers = nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 65), nn.LayerNorm(65), nn.Linear(65, 2)
+    return nn.Sequential(*layers).to(device)
 
 
 class LateBackward(torch.autograd.Function):
@@ -44,12 +45,6 @@ class TrainingChecks:
         self.device = device
         self.rank, self.size = hvd.rank(), hvd.size()
 
-    def model(self, seed: int) -> nn.Sequential:
-        torch.manual_seed(seed)
-        return nn.Sequential(
-            nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 65), nn.LayerNorm(65), nn.Linear(65, 2)
-        ).to(self.device)
-
     def training(self) -> None:
         for number, options in enumerate(
             (
@@ -64,7 +59,7 @@ class TrainingChecks:
             self.train_both(f"training.{number}", options)
 
     def train_both(self, prefix: str, options: dict[str, Any]) -> None:
-        ours, plain = self.model(7), self.model(7)
+        ours, plain = network(self.device), network(self.device)
         hvd.broadcast_parameters(ours.state_dict(), root_rank=0)
         passes = int(options.get("backward_passes_per_step", 1))
         optimizer = hvd.DistributedOptimizer(
@@ -78,7 +73,8 @@ class TrainingChecks:
             data = torch.randn(passes, self.size, 5, 7).to(self.device)
             optimizer.zero_grad()
             alone.zero_grad()
-            sleep(self.device)
+            if self.device.type == "cuda":
+                torch.cuda._sleep(CYCLES)
             for batch in data:
                 ours(batch[self.rank]).square().mean().backward()
                 plain(batch.flatten(0, 1)).square().mean().backward()
@@ -117,7 +113,7 @@ class TrainingChecks:
     def replays_of_a_captured_backward_pass(self) -> None:
         if self.device.type != "cuda":
             return
-        ours, plain = self.model(7), self.model(7)
+        ours, plain = network(self.device), network(self.device)
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(ours.parameters(), lr=0.1), ours.named_parameters(prefix="captured")
         )
@@ -205,7 +201,7 @@ class TrainingChecks:
         torch.testing.assert_close(moved, torch.tensor(wanted))
 
     def optimizer_state(self) -> None:
-        model = self.model(7)
+        model = network(self.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + self.rank))
         model(torch.ones(2, 7, device=self.device) * self.rank).sum().backward()
         optimizer.step()
@@ -222,7 +218,7 @@ class TrainingChecks:
             ("powersgd", hvd.Compression.powersgd),
             ("topk", hvd.Compression.topk(ratio=0.1)),
         ):
-            model = self.model(7)
+            model = network(self.device)
             hvd.broadcast_parameters(model.state_dict(), root_rank=0)
             optimizer = hvd.DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.05),

@@ -121,8 +121,10 @@ def judge(name: str) -> str:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(ranks[1].pid, signal.SIGCONT)
-        if name != "raised":
-            ranks[1].kill()
+        if name == "raised":
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                ranks[1].wait(MARGIN_S)
+        ranks[1].kill()
         other = ranks[1].communicate()
     print(f"{name}: rank 0: {out.strip()}; {ranks[0].returncode}", flush=True)
     print(f"{name}: rank 1: {other[0].strip()} {other[1].strip()[-300:]!r}", flush=True)

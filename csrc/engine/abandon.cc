@@ -1,4 +1,4 @@
-// Engine: how waiting callers, and a thread of its own where a device is in use, notice that the
+// Engine: how waiting callers, and a separate thread while a device is in use, notice that the
 // loop's thread will not return.
 #include <algorithm>
 #include <chrono>
