@@ -484,8 +484,9 @@ def test_with_mpi_the_mpirun_line_is_printed_and_run(tmp_path: Path):
     fake = tmp_path / "mpirun"
     fake.write_text('#!/bin/sh\necho ran "$@"\nexit 4\n')
     fake.chmod(0o755)
-    done = run("-np", "4", "-H", "a:2,b:2", "--mpi", "--autotune-log-file", "y", "-x", "A",
-               "--mpi-args=--v", "python", "t.py", PATH=f"{tmp_path}:/usr/bin:/bin", A="1")  # fmt: skip
+    flags = ["-H", "a:2,b:2", "--mpi", "--autotune-log-file", "y", "-x", "A", "--mpi-args=--v"]
+    path = f"{tmp_path}:/usr/bin:/bin"
+    done = run("-np", "4", *flags, "python", "t.py", PATH=path, A="1")
     words = "-np 4 -H a:2,b:2 --output tag -x A -x HOROVOD_AUTOTUNE=1 --v python t.py"
     assert done.stdout == f"mpirun {words}\nran {words}\n"
     assert done.returncode == 4
