@@ -44,32 +44,11 @@ def ring(network: Network, ranks: int, nbytes: float) -> float:
     return 2 * (ranks - 1) * (alpha + nbytes / ranks / bandwidth)
 
 
-def recursive_doubling(network: Network, ranks: int, nbytes: float) -> float:
-    """log2 P exchanges of S bytes; between hosts all k ranks of one use its NIC at once."""
-    per_host, hosts = _hosts(network, ranks)
-    inner = math.log2(per_host) * (network.inner_alpha_s + nbytes / network.inner_bandwidth)
-    outer = network.outer_alpha_s + per_host * nbytes / network.outer_bandwidth
-    extra = 2 if hosts & (hosts - 1) else 0  # for the ranks beyond the power of two
-    return inner + (int(math.log2(hosts)) + extra) * outer
-
-
-def leader(network: Network, ranks: int, nbytes: float) -> float:
-    """Reduce in the host, ring of the hosts' leaders, broadcast in the host (Jia et al. 2018).
-
-    Reduce is reduce-scatter and gather, broadcast is scatter and all-gather: 4 (k-1) inner steps.
-    """
-    per_host, hosts = _hosts(network, ranks)
-    inner = (
-        4 * (per_host - 1) * (network.inner_alpha_s + nbytes / per_host / network.inner_bandwidth)
-    )
-    outer = 2 * (hosts - 1) * (network.outer_alpha_s + nbytes / hosts / network.outer_bandwidth)
-    return inner + outer
-
-
-def three_phase(network: Network, ranks: int, nbytes: float) -> float:
+def rings_of_hosts(network: Network, ranks: int, nbytes: float) -> float:
     """Reduce-scatter in the host, k rings of S / k bytes between hosts, all-gather in the host.
 
-    The rings share the NIC, so together they move what one ring of S bytes would.
+    One phase after the other, as HOROVOD_HIERARCHICAL_ALLREDUCE does. The rings share the NIC, so
+    together they move what one ring of S bytes would.
     """
     per_host, hosts = _hosts(network, ranks)
     inner = (
@@ -79,20 +58,35 @@ def three_phase(network: Network, ranks: int, nbytes: float) -> float:
     return inner + outer
 
 
-ALGORITHMS = {
-    "ring": ring,
-    "recursive doubling": recursive_doubling,
-    "leader": leader,
-    "three-phase": three_phase,
-}
-BEST = "the best per size"
+def exchange(network: Network, ranks: int, nbytes: float, widening: float = 1.0) -> float:
+    """Three phases of hororing: each host sends the sum of part h of S directly to host h.
+
+    Host h adds the parts up and returns the result to all, unless sending everything to everybody
+    costs less (docs/algorithms.md). S goes in blocks, so the copies within a host, the time that a
+    CPU needs for each message, and the wire overlap, except for one block. `widening`: bytes of a
+    partial sum per byte of S; 2 for 16-bit floats.
+    """
+    per_host, hosts = _hosts(network, ranks)
+    if ranks == 1:
+        return 0.0
+    others, partial = hosts - 1, nbytes * widening
+    phases = [partial / hosts, nbytes / hosts]  # bytes that a host sends to another one
+    if others * partial <= others * sum(phases) + LATENCY_BYTES:
+        phases = [partial]
+    blocks = max(1, math.ceil(nbytes / (ranks * MESSAGE_BYTES)))
+    messages = others * blocks * len(phases)  # of a rank
+    stages = [
+        2 * (per_host - 1) / per_host * nbytes / network.inner_bandwidth,
+        2 * messages * network.message_overhead_s,
+        others * sum(phases) / network.outer_bandwidth,
+    ]
+    alphas = 2 * network.inner_alpha_s + (len(phases) * network.outer_alpha_s if others else 0.0)
+    return alphas + max(stages) + (sum(stages) - max(stages)) / blocks
 
 
-def seconds(algorithm: str, network: Network, ranks: int, nbytes: float) -> float:
-    """Return the time of an allreduce; BEST: with the fastest algorithm for this size."""
-    if algorithm == BEST:
-        return min(cost(network, ranks, nbytes) for cost in ALGORITHMS.values())
-    return ALGORITHMS[algorithm](network, ranks, nbytes)
+# Of the core: kHostMessage (csrc/backend/common.h) and latency_bytes (csrc/collective/algorithm.h).
+MESSAGE_BYTES = 32 << 10
+LATENCY_BYTES = 16 << 10
 
 
 RDMA = Network(

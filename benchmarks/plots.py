@@ -79,7 +79,7 @@ def scaling(bench: Report, simulated: dict[str, Any], path: Path) -> None:
     bars(hosts, bench, "hosts", "16 MiB", layouts, "wire (limit)")
     hosts.set_title("measured: a sum of 16 MiB,\nlinks of 200 Mbit/s", fontsize=9)
     for job in simulated["scaling"]:
-        line = job["algorithms"]["the best per size"]
+        line = job["algorithms"]["exchange"]
         many.plot(job["ranks"], line, "o-", markersize=3, label=job["job"].rpartition(",")[0])
     many.set_xscale("log", base=2)
     many.set(xlabel="ranks", ylabel="predicted efficiency", ylim=(0, 1.02))

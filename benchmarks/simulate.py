@@ -21,7 +21,9 @@ import importlib.util
 import itertools
 import json
 import sysconfig
+import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -35,6 +37,9 @@ from network import RDMA, TCP, Network
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
+OURS = "exchange"
+# What the lines of a table vary; the rest is our algorithm, what is ready, and combined reports.
+KEYS = {"algorithm": "algorithms", "policy": "policies", "negotiation": "negotiation"}
 RANKS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048]
 CONTROL_RANKS = [*RANKS, 4096, 8192, 16384]
 
@@ -141,6 +146,12 @@ def scaling(
 ) -> dict[str, Any]:
     """Return efficiencies by number of ranks: per algorithm, policy, and kind of negotiation."""
     step = replay.step_of(shapes.MODELS[job.model](), job.step_s, job.element_bytes)
+    widening = 4 / job.element_bytes
+    algorithms: dict[str, Callable[[int, float], float]] = {
+        "ring": lambda n, nbytes: network.ring(job.network, n, nbytes),
+        "rings of hosts": lambda n, nbytes: network.rings_of_hosts(job.network, n, nbytes),
+        OURS: lambda n, nbytes: network.exchange(job.network, n, nbytes, widening),
+    }
 
     def line(algorithm: str, policy: str, work: Work | None = combined) -> list[float]:
         found = []
@@ -148,7 +159,7 @@ def scaling(
             args = (
                 core,
                 step,
-                lambda nbytes, n=count: network.seconds(algorithm, job.network, n, nbytes),
+                lambda nbytes, n=count: algorithms[algorithm](n, nbytes),
                 negotiation(job.network, count, work),
             )
             if policy == engine_replay.POLICY:
@@ -163,16 +174,12 @@ def scaling(
         "source": job.network.source,
         "ranks": ranks,
         "published": job.published,
-        "algorithms": {
-            name: line(name, "ready") for name in [*network.ALGORITHMS, network.BEST]
-        },
-        "policies": {
-            name: line(network.BEST, name) for name in [*replay.POLICIES, engine_replay.POLICY]
-        },
+        "algorithms": {name: line(name, "ready") for name in algorithms},
+        "policies": {name: line(OURS, name) for name in [*replay.POLICIES, engine_replay.POLICY]},
         "negotiation": {
-            "combined per host": line(network.BEST, "ready"),
-            "every rank reports to rank 0": line(network.BEST, "ready", flat),
-            "free": line(network.BEST, "ready", None),
+            "combined per host": line(OURS, "ready"),
+            "every rank reports to rank 0": line(OURS, "ready", flat),
+            "free": line(OURS, "ready", None),
         },
     }  # fmt: skip
 
@@ -204,9 +211,7 @@ def control_plane(
 def markdown(report: dict[str, Any]) -> str:
     """Return the page: efficiencies at some numbers of ranks, and the control plane."""
     work, flat = report["coordinator"], report["coordinator_flat"]
-    lines = [
-        "# Simulated scaling",
-        "",
+    text = (
         "`python benchmarks/simulate.py`: the real fusion planner and coordinator over a simulated "
         "network. **Predictions under the stated assumptions, not measurements.** The coordinator "
         f"takes {1e9 * work['report_s']:.0f} ns per rank and {1e9 * work['tensor_s']:.0f} ns per "
@@ -214,23 +219,27 @@ def markdown(report: dict[str, Any]) -> str:
         f"the first rank of their host {1e9 * work['host_report_s']:.0f} and "
         f"{1e9 * work['host_tensor_s']:.0f} ns), and {1e9 * flat['report_s']:.0f} and "
         f"{1e9 * flat['tensor_s']:.0f} ns if every rank reports to it (fitted to the real "
-        "coordinator, on this machine).",
-    ]
+        "coordinator, on this machine)."
+    )
+    lines = ["# Simulated scaling", "", *textwrap.wrap(text, 120)]
     for each in report["scaling"]:
         shown = [n for n in each["ranks"] if n in (8, 64, 512, 1024, 2048)]
-        lines += ["", f"## {each['job']}", "", f"{each['note']}; network: {each['source']}.", ""]
+        text = f"{each['note']}; network: {each['source']}."
+        lines += ["", f"## {each['job']}", "", *textwrap.wrap(text, 120), ""]
         lines += [f"| ranks | {' | '.join(map(str, shown))} |", "|---|" + "---:|" * len(shown)]
-        for group, text in (("algorithms", "ready, "), ("policies", f"{network.BEST}, "),
-                            ("negotiation", "negotiation: ")):  # fmt: skip
-            for name, line in each[group].items():
+        for group in ("algorithm", "policy", "negotiation"):
+            for name, line in each[KEYS[group]].items():
                 cells = [f"{line[each['ranks'].index(n)]:.1%}" for n in shown]
-                lines.append(f"| {text}{name} | {' | '.join(cells)} |")
+                lines.append(f"| {group}: {name} | {' | '.join(cells)} |")
         for who, points in each["published"].items():
             known = {n: f"{value:.1%}" for n, value in points}
             lines.append(f"| published: {who} | {' | '.join(known.get(n, '') for n in shown)} |")
+    text = (
+        "The reports of 8 ranks of a host are combined, or every rank reports to rank 0. CPU ms of "
+        "a host: of the first rank of a host, which combines the reports."
+    )
     lines += ["", "## Rank 0's control plane in a step of ResNet-50, 8 bursts, real code", "",
-              "The reports of 8 ranks of a host are combined, or every rank reports to rank 0. CPU "
-              "ms of a host: of the first rank of a host, which combines the reports.", "",
+              *textwrap.wrap(text, 120), "",
               "| ranks | step | ranks per message | CPU ms | CPU ms of a host | messages in | "
               "bytes in | messages out | bytes out |",
               "|---:|---|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
