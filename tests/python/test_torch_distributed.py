@@ -264,6 +264,12 @@ def case_an_error_of_one_rank_reaches_the_others() -> None:
         (ValueError, "META tensors") if rank == 1 else (errors.MismatchError, "rank 1: barrier")
     )
     raises(kind, words, lambda: dist.all_reduce(elsewhere))
+    # torch itself cannot join these tensors, which only the root has.
+    parts = [torch.ones(2), torch.ones(3), torch.ones(2)] if rank == 1 else None
+    kind, words = (
+        (RuntimeError, "equal size") if rank == 1 else (errors.MismatchError, "rank 1: barrier")
+    )
+    raises(kind, words, lambda: dist.scatter(torch.ones(2), parts, 1))
     for call in (
         lambda: dist.all_reduce(torch.ones(2), OP.BAND),
         lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(6), OP.BOR),
