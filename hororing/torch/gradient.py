@@ -129,6 +129,8 @@ class Gradient(PersistentAllreduce):
         reducer, to = self.reducer, param()
         if reducer.passes == 1 or reducer.weighing.weight is None or to is None:
             return None
+        if _is_captured():
+            return None
         if reducer.thread != get_ident():
             reducer.note_task(self.name)
         return reducer.weighing.weigh(to, grad)
@@ -378,6 +380,15 @@ class Gradient(PersistentAllreduce):
         if self.group is not None:
             self.group.abandon()
         self.reset()
+
+
+def _is_captured() -> bool:
+    """Return whether the hook of a parameter is called by `torch.autograd.grad`, not `backward`."""
+    try:
+        torch._C._will_engine_execute_node(torch._C._current_autograd_node())
+    except RuntimeError:  # torch does not answer this for parameters that it captures
+        return True
+    return False
 
 
 def changed_in_flight(name: str) -> AssertionError:

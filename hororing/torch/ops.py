@@ -209,11 +209,10 @@ def start_sparse_allreduce(
     # Gathering joins along the first dimension: one row per stored value, one row of the shape. All
     # tensors of a group are on one device.
     own_shape = torch.tensor([tensor.shape], device=tensor.device)
-    own_values = tensor._values()
-    rows = [tensor._indices().t(), own_values, own_shape]
+    rows = [tensor._indices().t(), tensor._values(), own_shape]
     if weight is not None:
-        rows[1] = own_values * weight if weight else torch.zeros_like(own_values)
-        rows.append(torch.tensor([weight], dtype=torch.float64, device=tensor.device))
+        pair = [weight, float(len(rows[1]))]
+        rows.append(torch.tensor([pair], dtype=torch.float64, device=tensor.device))
     handle = verbs.gather_async("sparse_allreduce", rows, name, process_set=process_set)
     shape = tensor.shape
 
@@ -225,12 +224,22 @@ def start_sparse_allreduce(
                 "rank must pass the same dense shape"
             )
         if weights:
-            values = values / (weights[0].sum().item() or 1.0)
+            values = _weighted(values, *weights[0].unbind(1))
         elif op == arguments.Average:
             values = values / rank_and_size(process_set)[1]
         return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False)
 
     return handle, combine
+
+
+def _weighted(values: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Multiply each rank's values by its share of the weights; `counts` are how many it has.
+
+    Weights themselves could exceed the range of 16-bit floats. 0 times anything is 0.
+    """
+    shares = (weights / (weights.sum().item() or 1.0)).repeat_interleave(counts.long())
+    shares = shares.view(-1, *[1] * (values.dim() - 1))
+    return (values * shares).masked_fill_(shares == 0, 0).to(values.dtype)
 
 
 __all__ = [

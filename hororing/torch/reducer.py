@@ -164,7 +164,8 @@ class Reducer(Passes):
             for group, known in zip(groups, self._followed, strict=True)
         ):
             return self._entries
-        entries, new = [], []
+        held: dict[int, Entry] = {}  # once, also those that a group has twice
+        new = []
         for number, group in enumerate(groups):
             for index, param in enumerate(group["params"]):
                 entry = self._gradients.get(id(param))
@@ -176,7 +177,8 @@ class Reducer(Passes):
                     self._gradients[id(param)] = entry
                     _reducers_of.setdefault(id(param), set()).add(self)
                     new.append(id(param))
-                entries.append(entry)
+                held[id(param)] = entry
+        entries = held.values()
         left_out = self._left_out
         if new or any(
             gradient.hook is None and param.requires_grad and id(param) not in left_out

@@ -97,7 +97,10 @@ class Weighing:
         adds = self.weight is not None and self._passes > 1 and gradient.hook is not None
         if adds and gradient.pre_hook is None:
             before = partial(gradient.before_gradient, weakref.ref(param))
+            needs_gradient = param.requires_grad  # torch adds no hook to a frozen parameter
+            param.requires_grad_(True)
             gradient.pre_hook = param.register_hook(before)  # type: ignore[no-untyped-call]
+            param.requires_grad_(needs_gradient)
 
     def reset_passes(self) -> None:
         """Forget all passes."""

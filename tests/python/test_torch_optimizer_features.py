@@ -148,6 +148,29 @@ def case_odd_tensors_are_parameters_too():
             torch.testing.assert_close(param.grad, torch.full_like(param, mean))
 
 
+def case_a_group_may_have_a_parameter_twice():
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of it
+            return torch.optim.SGD([model.weight, model.bias, model.weight], lr=0.1)
+
+    for options in ({}, {"groups": 2}, {"backward_passes_per_step": 2}):
+        model = nn.Linear(2, 2).double()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        twin = copy.deepcopy(model)
+        optimizer = hvd.DistributedOptimizer(optimizer_of(model), **options)
+        plain = optimizer_of(twin)
+        for used in (True, False):
+            optimizer.zero_grad()
+            plain.zero_grad(set_to_none=False)
+            if used:
+                model(torch.full((1, 2), hvd.rank() + 1.0).double()).sum().backward()
+                twin(torch.full((1, 2), (hvd.size() + 1) / 2).double()).sum().backward()
+            optimizer.step()
+            plain.step()
+            torch.testing.assert_close(model.weight, twin.weight)
+
+
 def case_gradients_need_not_have_the_layout_of_their_parameter():
     def loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         if model[0].weight.is_contiguous(memory_format=torch.channels_last):

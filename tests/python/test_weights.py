@@ -331,6 +331,39 @@ def case_sparse_gradients_are_weighted() -> None:
         assert torch.allclose(table.weight[6], torch.zeros(3).double(), atol=1e-12)
 
 
+def case_weights_do_not_overflow_sparse_16_bit_gradients() -> None:
+    table = nn.Embedding(7, 3, sparse=True)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters(),
+        compression=hvd.Compression.fp16,
+    )  # fmt: skip
+    optimizer.weight = 50_000.0
+    table(torch.tensor([2] * (1 + hvd.rank()))).mul(8.0).sum().backward()
+    assert table.weight.grad is not None
+    wanted = torch.zeros(7, 3)
+    wanted[2] = 4.0 * (hvd.size() + 1)
+    assert torch.allclose(table.weight.grad.to_dense(), wanted, rtol=1e-3)
+
+
+def case_frozen_parameters_may_get_a_weight_and_thaw() -> None:
+    model = nn.ModuleList([nn.Linear(6, 2).double() for _ in range(2)])
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2
+    )
+    x, y = batch_of(draws(90), torch.float64)
+    for frozen in (True, False):
+        model[0].requires_grad_(not frozen)
+        optimizer.zero_grad()
+        for weight in (1.0, 3.0):
+            optimizer.weight = weight
+            loss = mean_loss(model[1], x, y) + (0.0 if frozen else mean_loss(model[0], x, y))
+            (weight * loss).backward()
+        for layer in model[frozen:]:
+            (wanted,) = torch.autograd.grad(mean_loss(layer, x, y), layer.weight)
+            assert torch.allclose(layer.weight.grad, wanted * 2.5)
+        optimizer.step()
+
+
 def case_a_closure_has_a_weighted_loss() -> None:
     model = network()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
