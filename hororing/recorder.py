@@ -95,7 +95,7 @@ def begin(folder: str | None, stack_signal: int, started_by: Launch, job: str) -
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "job": job,
-        "command": " ".join(sys.orig_argv)[:150],
+        "command": printable(" ".join(sys.orig_argv)[:150]),
         "stack_signal": stack_signal,
         "wall_minus_monotonic_ns": time.time_ns() - time.monotonic_ns(),
     }
@@ -109,6 +109,11 @@ def note(**facts: int | None) -> None:
     _Own.facts.update(facts)
     text = json.dumps(_Own.facts, ensure_ascii=False).encode("utf-8", "replace")
     _Own.mapped[:_JSON] = text.ljust(_JSON, b"\0")
+
+
+def printable(text: str) -> str:
+    """`text` with "?" for what would move a terminal's cursor, or need more room in JSON."""
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _create(folder: str | None, rank: int) -> int:
@@ -189,7 +194,7 @@ def read(path: str | os.PathLike[str]) -> Recording:
 
 def _request(collective: int, length: int, name: bytes) -> str:
     text = name[:length].decode("utf-8", "replace")
-    text = "".join(each if each.isprintable() else "?" for each in text)
+    text = printable(text)
     cut = "..." if length > len(name) else ""
     return f"{_COLLECTIVES.get(collective, '?')} '{cut}{text}'"
 

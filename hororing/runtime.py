@@ -52,9 +52,9 @@ _log = Forwarder()
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Start the engine and find the other ranks. Blocks until all ranks have called it.
 
-    Does nothing if already initialised. `shutdown()` and `init()` may follow one another. In an
-    elastic job (hororun --min-np), this forms the next generation of the processes that exist by
-    then; it has new ranks.
+    If already initialised, it only looks at `process_sets`. `shutdown()` and `init()` may follow
+    one another. In an elastic job (hororun --min-np), this forms the next generation of the
+    processes that exist by then; it has new ranks.
 
     Parameters
     ----------
@@ -95,10 +95,11 @@ def start(
     `meet` finds the ranks' store if the environment does not name one.
     """
     static = sets.parse(process_sets)
+    dynamic = isinstance(process_sets, str)
     if job.has_engine():
         sets.adopt_static(static)
+        _process.dynamic = _process.dynamic or dynamic
         return
-    dynamic = isinstance(process_sets, str)
     compared = "dynamic" if dynamic else str([each.ranks for each in static])
     _start(started_by, comm, dynamic, compared, meet)
     _process.process_sets = process_sets
@@ -326,9 +327,10 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     path = _absolute(file_path)
     if "\0" in path:
         raise ValueError(f"start_timeline: the path {path!r} holds a zero character")
-    if path == _process.timeline and lib.hr_timeline_enabled():
+    same = path == _process.timeline and lib.hr_timeline_enabled()
+    if same and not mark_cycles:
         return
-    code = int(lib.hr_timeline_start(os.fsencode(path), mark_cycles))
+    code = int(lib.hr_timeline_start(b"" if same else os.fsencode(path), mark_cycles))
     if code != lib.HR_OK:
         fail(code)
     _process.timeline = path

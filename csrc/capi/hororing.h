@@ -313,7 +313,7 @@ void hr_describe_gpu(const char* cuda_library, const char* nccl_libraries, char*
 int hr_release(int64_t handle);
 
 /* The timeline. Rank 0's call starts or stops it on all ranks; other ranks' calls only check that
- * the engine runs. */
+ * the engine runs. Path "": the timeline in progress goes on, and marks cycles or does not. */
 int hr_timeline_start(const char* path, int32_t mark_cycles);
 int hr_timeline_stop(void);
 int hr_timeline_enabled(void);

@@ -268,7 +268,7 @@ size_t Engine::Start(const Restart* restarts, const uintptr_t* addresses, size_t
 
 Status Engine::StartTimeline(const std::string& path, bool mark_cycles) {
   if (topology_.rank != 0) return shared_.mailbox.closed();
-  HORORING_RETURN_IF_ERROR(StopTimeline(shared_.config.timeout_ns));
+  if (!path.empty()) HORORING_RETURN_IF_ERROR(StopTimeline(shared_.config.timeout_ns));
   exchange_disabled_ = true;
   const Status started = RunCommand({path, mark_cycles}, shared_.config.timeout_ns);
   if (!started.ok()) exchange_disabled_ = false;

@@ -193,8 +193,10 @@ bool Loop::ServeCommand() {
   const bool first = !std::exchange(command->begun, true);
   Status status;
   if (command->path) {
-    status = timeline_.Open(*command->path, shared_.config.timeline_bytes);
-    if (status.ok()) coordinator_->SwitchTimeline(true, command->mark_cycles);
+    const std::string& path = *command->path;
+    if (!path.empty()) status = timeline_.Open(path, shared_.config.timeline_bytes);
+    if (status.ok() && !timeline_.closed())
+      coordinator_->SwitchTimeline(true, command->mark_cycles);
   } else if (!timeline_.closed()) {
     if (first) coordinator_->SwitchTimeline(false, false);
     return first;

@@ -170,6 +170,7 @@ Status TraceWriter::Open(const std::string& path, const std::vector<std::string>
   if (!status.ok()) {
     close(fd_);
     fd_ = -1;
+    return Status(Code::kInvalidArgument, status.message());
   }
   return status;
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ def parse_number(text: str, kind: type, least: float, most: float) -> Any:
         value = kind(text)
     except ValueError:
         raise BadText from None
-    if not (math.isfinite(value) and least <= value <= most):
+    if not least <= value <= most:  # also NaN
         raise BadText
     return value
 
@@ -79,7 +78,7 @@ def _parse_bytes(text: str) -> int:
     if found is None or found[2].upper() not in _SIZES:
         raise BadText
     value = float(found[1]) * _SIZES[found[2].upper()]
-    if value != int(value) or value > 2**40:
+    if value > 2**40 or value != int(value):
         raise BadText
     return int(value)
 

@@ -109,6 +109,10 @@ def case_sets_are_not_dynamic_unless_asked_for() -> None:
         del os.environ[variable]
     with job("DYNAMIC"), added([]):
         pass
+    with job(None):
+        hvd.init(process_sets="dynamic")  # a second call
+        with added([]):
+            pass
 
 
 def case_init_says_what_is_wrong_with_its_process_sets() -> None:

@@ -78,6 +78,7 @@ for step in range(3000):
     hvd.allreduce(np.ones(4), name=f"{step}." + "long" * (step % 100))
 seen = recorder.ask_for_stack(__import__("os").getpid(), recorder.find(__import__("os").getpid()))
 print(len(seen.events), seen.events[-1].request, bool(seen.stack), seen.unfinished())
+assert seen.facts["command"].isprintable(), seen.facts  # though this script has lines
 assert [each.time for each in seen.events] == sorted(each.time for each in seen.events)
 """
 

@@ -384,9 +384,14 @@ def case_start_with_the_path_in_use_is_ignored() -> None:
     hvd.barrier()
     reduce("t second")
     hvd.barrier()
+    hvd.start_timeline(path, mark_cycles=True)  # which can be added
+    hvd.barrier()
+    reduce("t third")
+    hvd.barrier()
     hvd.stop_timeline()
     if hvd.rank() == 0:
-        assert seen(path) == [{"t first", "t second"}] * hvd.size()
+        assert seen(path) == [{"t first", "t second", "t third"}] * hvd.size()
+        assert Timeline(path).marks() != []
 
 
 def case_an_earlier_file_is_begun_anew() -> None:
@@ -476,6 +481,8 @@ def case_a_path_that_cannot_be_written_is_an_error_on_rank_0() -> None:
             hvd.start_timeline(missing)
         with pytest.raises(ValueError, match="cannot write the timeline"):
             hvd.start_timeline(missing.parents[3])  # a folder
+        with pytest.raises(ValueError, match=r"cannot write .*/dev/full.*No space left"):
+            hvd.start_timeline("/dev/full")
     else:
         hvd.start_timeline(missing)
     hvd.barrier()
