@@ -124,8 +124,10 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         name, process_set = ctx.request.name, ctx.request.process_set
         (averaged,) = allreduce(Request("allreduce", f"{name}.grad", process_set), gradient)
-        is_root = rank() == ctx.root_rank
-        return None, None, averaged if is_root else torch.zeros_like(averaged)
+        if rank() != ctx.root_rank:  # zeros that depend on `averaged`: all ranks differentiate it
+            everywhere = torch.ones((), dtype=torch.bool, device=averaged.device)
+            averaged = averaged.masked_fill(everywhere, 0)
+        return None, None, averaged
 
 
 class _Alltoall(torch.autograd.Function):

@@ -396,6 +396,16 @@ def case_finite_differences() -> None:
             difference(call, leaf, key, number)
 
 
+def case_a_gradient_of_a_broadcast_can_be_differentiated_on_every_rank():
+    own = torch.full((2,), hvd.rank() + 1.0, requires_grad=True)
+    received = hvd.broadcast(own, 1, name="twice")
+    (first,) = torch.autograd.grad(received.square().sum(), own, create_graph=True)
+    first.sum().backward()
+    root = hvd.rank() == 1
+    assert first.tolist() == [4.0 * root] * 2
+    torch.testing.assert_close(own.grad, torch.full((2,), 2.0 * root / hvd.size()))
+
+
 def case_complex_tensors_travel_as_pairs() -> None:
     rank, size = hvd.rank(), hvd.size()
     for key, dtype in enumerate((torch.complex64, torch.complex128)):
