@@ -41,8 +41,8 @@ def run(
     executable: str | None = None,
     output_filename: str | None = None,
     tag_output: bool | None = None,
-    start_timeout: float = 60.0,
-    grace: float = 5.0,
+    start_timeout: float | None = None,
+    grace: float | None = None,
     rsh_agent: str | None = None,
     ssh_port: int | None = None,
     ssh_identity_file: str | None = None,
@@ -78,8 +78,8 @@ def run(
     executable : the Python of the ranks. None: this one.
     output_filename : a folder for the output of ranks, in files ``rank.N/stdout``.
     tag_output : lines begin with their rank. None: if there are several.
-    start_timeout : how long other hosts may take to answer, in seconds.
-    grace : between the request to end and the end, for all ranks, in seconds.
+    start_timeout : how long other hosts may take to answer, in seconds. None: 60.
+    grace : between the request to end and the end, for all ranks, in seconds. None: 5.
     rsh_agent, ssh_port, ssh_identity_file : a command instead of ssh; options of ssh.
     network_interface, network_interfaces : as HORORING_INTERFACE.
     disable_cache : as HORORING_CACHE_CAPACITY=0.
@@ -149,8 +149,8 @@ def run(
         [program, "-c", PROGRAM],
         {**start.settings(), **given},
         start.ssh(ssh_port, ssh_identity_file) if rsh is None else rsh,
-        start_timeout,
-        grace,
+        _seconds("start_timeout", start_timeout, 60.0),
+        _seconds("grace", grace, 5.0),
         payload=describe(func, tuple(args), dict(kwargs or {})),
     )
     size = elastic.max_np if elastic else len(placed)
@@ -224,6 +224,14 @@ def _one(name: str, value: int | None, other: str, same: int | None) -> int | No
     if value is not None and same is not None and value != same:
         raise ValueError(f"run: {name}={value} contradicts {other}={same}: give one of them")
     return same if value is None else value
+
+
+def _seconds(name: str, value: float | None, default: float) -> float:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e9:
+        raise ValueError(f"run: {name}={value!r} is not a number of seconds")
+    return value
 
 
 def _placed(size: int | None, hosts: str | None, hostfile: str | None) -> list[Place]:

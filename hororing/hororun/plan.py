@@ -86,6 +86,8 @@ def _counts(hosts: Sequence[Host], size: int | None, per_host: int | None) -> li
     slots = [host.slots for host in hosts if host.slots is not None]
     if len(slots) == len(hosts):
         total = sum(slots)
+        if not total:
+            raise ValueError("the hosts have no slots")
         if size is not None and size > total:
             raise ValueError(f"-np {size}: the hosts have {total} slots")
         left = total if size is None else size

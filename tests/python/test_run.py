@@ -204,6 +204,9 @@ def test_a_rank_that_was_killed_is_blamed_not_those_who_noticed():
         ({"hosts": ["a:2"]}, TypeError, "write a text, as 'a:4,b:4'"),
         ({"np": 0}, ValueError, "np=0 is not a whole number from 1"),
         ({"np": 3, "hosts": "localhost:2"}, ValueError, "-np 3: the hosts have 2 slots"),
+        ({"hosts": "localhost:0"}, ValueError, "run: the hosts have no slots"),
+        ({"start_timeout": "5"}, ValueError, "run: start_timeout='5' is not a number of seconds"),
+        ({"grace": -1}, ValueError, "run: grace=-1 is not a number of seconds"),
         ({"np": 2, "num_proc": 3}, ValueError, "np=2 contradicts num_proc=3"),
         ({"use_mpi": True}, ValueError, "start a script with mpirun"),
         ({"min_num_proc": 3, "np": 2}, ValueError, "--min-np 3, -np 2, --max-np 2: they must asc"),
@@ -228,7 +231,9 @@ def test_a_rank_cannot_call_it(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=r"is rank 2 of a job itself \(torchrun has .* WORLD_SIZE"):
         hororing.run(os.getpid)
     monkeypatch.setenv("HORORING_ALONE", "1")
-    assert len(hororing.run(os.getpid, verbose=2, use_mpi=False)) == 1
+    # None is the default of Horovod's arguments.
+    ignored = {"verbose": 2, "use_mpi": False, "start_timeout": None, "grace": None}
+    assert len(hororing.run(os.getpid, **ignored)) == 1
 
 
 # ---------------------------------------------------------------------------------------------
