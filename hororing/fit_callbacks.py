@@ -13,7 +13,34 @@ import numpy as np
 
 import hororing.numpy as hvd
 from hororing import arguments
+from hororing.objects import allgather_object
 from hororing.runtime import rank, size
+
+
+def built_on_all(model: Any, title: str) -> bool:
+    """Return whether the model has variables. RuntimeError if that differs between ranks.
+
+    Some ranks would broadcast before the first batch, and the others after it.
+    """
+    built = allgather_object(bool(model.built), f"{title}.built")
+    if any(built) and not all(built):
+        have = [at for at, each in enumerate(built) if each]
+        lack = [at for at, each in enumerate(built) if not each]
+        raise RuntimeError(
+            f"{title}: the model has variables on ranks {have} and none yet on ranks {lack}; on "
+            "all ranks, give it a keras.Input as its first layer, or call model.build"
+        )
+    return all(built)
+
+
+def only_keras(model: Any, optimizer: Any) -> bool:
+    """Whether Keras' own code makes and applies the gradients: it reduces nothing.
+
+    Requests in such a train step are those of layers, such as SyncBatchNormalization.
+    """
+    kind = type(getattr(optimizer, "inner_optimizer", optimizer))
+    parts = (model.make_train_function, model.train_step, kind)
+    return all(each.__module__.startswith(("keras.", "tf_keras.")) for each in parts)
 
 
 class MetricAverage:
@@ -89,15 +116,14 @@ class LearningRateSchedule:
         self.staircase = staircase or not callable(multiplier)
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
+        self._steps = steps_per_epoch  # of the present training
         self.multiplier = multiplier
         self.current_epoch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Note the length of an epoch."""
-        if self.staircase or self.steps_per_epoch:
-            return
-        self.steps_per_epoch = (self.params or {}).get("steps")
-        if not self.steps_per_epoch:
+        self._steps = self.steps_per_epoch or (self.params or {}).get("steps")
+        if not self.staircase and not self._steps:
             raise ValueError(
                 f"{type(self).__name__}: Keras does not know how many batches an epoch has; pass "
                 "steps_per_epoch, or staircase=True"
@@ -113,8 +139,8 @@ class LearningRateSchedule:
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
         if not self.staircase:
-            assert self.steps_per_epoch is not None
-            self._set(epoch + batch / self.steps_per_epoch)
+            assert self._steps is not None
+            self._set(epoch + batch / self._steps)
         elif batch == 0:
             self._set(epoch)
 
@@ -166,8 +192,8 @@ class LearningRateWarmup(LearningRateSchedule):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            assert self.steps_per_epoch is not None
-            done = epoch + 1 / self.steps_per_epoch  # when this batch is over
+            assert self._steps is not None
+            done = epoch + 1 / self._steps  # when this batch is over
             return (done * (size() - 1) / warmup_epochs + 1) / size()
 
         super().__init__(

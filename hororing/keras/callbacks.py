@@ -31,7 +31,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     Raises
     ------
-    RuntimeError : after the first batch, if no gradient was reduced.
+    RuntimeError : after the first batch, if no gradient was reduced; before it, if only some ranks
+        have built the model.
     ValueError : for a LossScaleOptimizer around a distributed optimizer, and for XLA
         (``jit_compile=True``) on TensorFlow.
 
@@ -50,7 +51,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self.root_rank = arguments.check_root(root_rank, type(self).__name__)
         self._local = {_key(variable) for variable in local_variables or ()}
         self._done = False
-        self._generation = 0
+        self._sent: Any = None  # the model, optimizer and generation of the latest broadcast
         self._checked = False
         self._submitted = 0
 
@@ -69,13 +70,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             backend().prepare(model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast, if the model is built; again, when an elastic job was formed again."""
-        self._done = self._done and self._generation == membership.generation()
-        self._generation = membership.generation()
-        if self.model.built and not self._done:
-            optimizer = getattr(self.model, "optimizer", None)
+        """Broadcast, if the model is built and new, or an elastic job was formed again."""
+        model, optimizer = self.model, getattr(self.model, "optimizer", None)
+        self._done = self._sent == (model, optimizer, membership.generation())
+        self._checked = False
+        if not self._done and fit_callbacks.built_on_all(model, type(self).__name__):
             if optimizer is not None and not optimizer.built:
-                optimizer.build(self.model.trainable_variables)
+                optimizer.build(model.trainable_variables)
             self._broadcast()
         self._submitted = collectives.submitted()
 
@@ -94,7 +95,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if isinstance(optimizer, Distributed):
             if optimizer._settings.reduces and not optimizer._hororing.was_called:
                 raise RuntimeError(NOTHING_REDUCED)
-        elif collectives.submitted() == self._submitted:  # a train step may reduce gradients itself
+        elif collectives.submitted() == self._submitted or fit_callbacks.only_keras(
+            self.model, optimizer
+        ):  # a train step may reduce gradients itself
             raise RuntimeError(NOTHING_REDUCED)
 
     def _broadcast(self) -> None:
@@ -107,7 +110,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             [variable for key, variable in unique.items() if key not in self._local],
             self.root_rank,
         )
-        self._done = True
+        self._done, self._sent = True, (model, optimizer, membership.generation())
 
 
 def _key(variable: Any) -> int:

@@ -540,6 +540,33 @@ def case_a_plain_optimizer_is_an_error_after_the_first_batch():
         assert int(model.optimizer.iterations) == 1
 
 
+class Asking(keras.callbacks.Callback):
+    """Sends a request in each batch, as layers of batch normalisation do."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        hvd.allreduce(1.0, name="asking")
+
+
+def case_callbacks_serve_several_trainings():
+    broadcast, rank = Broadcast(0), hvd.rank()
+    for seed in (rank, 10 + rank):
+        model = network(seed)
+        fit(model, hvd.DistributedOptimizer(sgd()), steps=2, callbacks=[broadcast])
+        assert_equal_on_all_ranks(model)
+    if hvd.size() > 1:
+        for callbacks in ([broadcast], [Asking(), broadcast]):
+            with pytest.raises(RuntimeError, match="no gradient went through"):
+                fit(model, sgd(), steps=2, callbacks=callbacks)
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.5, warmup_epochs=2)
+    for epoch, steps in enumerate((2, 4)):
+        optimizer = hvd.DistributedOptimizer(sgd())
+        fit(
+            model, optimizer, steps=steps, initial_epoch=epoch, epochs=epoch + 1,
+            callbacks=[broadcast, warmup],
+        )  # fmt: skip
+    np.testing.assert_allclose(float(optimizer.learning_rate), 0.5)
+
+
 def case_a_way_around_the_optimizer_is_an_error_at_the_end():
     if hvd.size() == 1:
         return

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,18 @@ def case_several_steps_per_execution_and_eager_steps():
                 verbose=0, callbacks=[Broadcast(0)],
             )  # fmt: skip
             assert_same_weights(model, expected)
+
+
+def case_a_model_that_only_some_ranks_have_built_is_an_error_on_all():
+    if hvd.size() == 1:
+        return
+    others = list(range(1, hvd.size()))
+    text = f"has variables on ranks [0] and none yet on ranks {others}"
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        fit(
+            network(built=hvd.rank() == 0), hvd.DistributedOptimizer(sgd()), steps=2,
+            callbacks=[Broadcast(0)],
+        )  # fmt: skip
 
 
 def case_loops_of_ones_own():

@@ -167,6 +167,26 @@ def case_callbacks() -> None:
     assert [each.name for each in folder.iterdir()] == ["0.keras"]
 
 
+def case_callbacks_serve_several_trainings() -> None:
+    broadcast, sgd = hvd.callbacks.BroadcastGlobalVariablesCallback(0), tf.keras.optimizers.SGD
+    for seed in (hvd.rank(), 10 + hvd.rank()):
+        model = trained(network(seed), hvd.DistributedOptimizer(sgd(0.1)), 2, callbacks=[broadcast])
+        for weights in hvd.allgather_object(model.get_weights()):
+            for value, wanted in zip(weights, model.get_weights(), strict=True):
+                np.testing.assert_array_equal(value, wanted)
+
+    class Asking(tf.keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            hvd.allreduce(1.0, name="asking")
+
+    for callbacks in ([broadcast], [Asking(), broadcast]):
+        with pytest.raises(RuntimeError, match="no gradient went through"):
+            trained(model, sgd(0.1), 2, callbacks=callbacks)
+    model = network() if hvd.rank() == 0 else tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    with pytest.raises(RuntimeError, match=r"on ranks \[0\] and none yet on ranks \[1\]"):
+        trained(model, hvd.DistributedOptimizer(sgd(0.1)), 2, callbacks=[broadcast])
+
+
 def case_momentum_follows_the_rate() -> None:
     for make in optimizers()[::2]:
         optimizer = hvd.DistributedOptimizer(make())

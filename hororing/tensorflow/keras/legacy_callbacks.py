@@ -31,7 +31,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
         self.root_rank = arguments.check_root(root_rank, type(self).__name__)
         self._local = {variable_key(variable) for variable in local_variables or ()}
         self._done = False
-        self._generation = 0
+        self._sent: Any = None  # the model, optimizer and generation of the latest broadcast
         self._checked = False
         self._submitted = 0
 
@@ -40,16 +40,17 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
         self._local.add(variable_key(var))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast existing variables; repeat it in each generation of an elastic job."""
-        self._done = self._done and self._generation == membership.generation()
-        self._generation = membership.generation()
+        """Broadcast the variables of a new model, and of each generation of an elastic job."""
         if not tf.executing_eagerly():
             raise RuntimeError(
                 f"{type(self).__name__}: tf_keras in sessions of TensorFlow 1 is not supported; "
                 "leave out tf.compat.v1.disable_eager_execution()"
             )
-        if self.model.built and not self._done:
-            optimizer = inner_optimizer(getattr(self.model, "optimizer", None))
+        outer = getattr(self.model, "optimizer", None)
+        self._done = self._sent == (self.model, outer, membership.generation())
+        self._checked = False
+        if not self._done and fit_callbacks.built_on_all(self.model, type(self).__name__):
+            optimizer = inner_optimizer(outer)
             if optimizer is not None:
                 build = getattr(optimizer, "_create_all_weights", None) or optimizer.build
                 build(self.model.trainable_variables)
@@ -71,7 +72,9 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
         if isinstance(optimizer, Distributed):
             if optimizer._settings.reduces and not optimizer._state.was_called:
                 raise RuntimeError(NOTHING_REDUCED)
-        elif collectives.submitted() == self._submitted:  # a train step may reduce by itself
+        elif collectives.submitted() == self._submitted or fit_callbacks.only_keras(
+            self.model, optimizer
+        ):  # a train step may reduce by itself
             raise RuntimeError(NOTHING_REDUCED)
 
     def _broadcast(self) -> None:
@@ -83,7 +86,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
             [variable for key, variable in unique.items() if key not in self._local],
             self.root_rank,
         )
-        self._done = True
+        self._done, self._sent = True, (self.model, optimizer, membership.generation())
 
 
 class MetricAverageCallback(fit_callbacks.MetricAverage, tf.keras.callbacks.Callback):  # type: ignore[misc]
