@@ -82,7 +82,8 @@ def install_hooks(close_log: Callable[[], None]) -> None:
         previous(kind, value, trace)
         code = _EXIT.search(str(value)) if ends and isinstance(value, ShutDownError) else None
         if code is not None:
-            raise SystemExit(int(code[1]))  # which Python takes from a hook
+            # Python takes it from a hook. 256, such as from os.system(), would be success.
+            raise SystemExit(int(code[1]) & 255 or 1)
 
     sys.excepthook = hook
     sys.exit = _exit

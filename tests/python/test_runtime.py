@@ -204,6 +204,13 @@ def test_an_exception_is_shown_and_ends_the_script():
     assert "KeyError: 'lost'" in done.stderr
 
 
+@pytest.mark.parametrize(("code", "own"), [(3, 3), (256, 1), (1024, 1)])
+def test_who_ends_because_of_an_exit_of_a_peer_has_its_code_but_never_0(code: int, own: int):
+    ended = f"raise ShutDownError('rank 1 has ended by sys.exit({code})')"
+    done = run(f"import hororing.runtime as r; from hororing.errors import *; r.init(); {ended}")
+    assert done.returncode == own, done.stderr
+
+
 def test_hooks_of_the_script_are_kept():
     script = """
 import sys
