@@ -19,13 +19,12 @@ import tensorflow as tf
 from tensorflow.python.eager.record import stop_recording
 from tensorflow.python.ops.gradients_util import PossibleTapeGradientTypes
 
-from hororing import arguments, runtime
+from hororing import runtime
 from hororing.arguments import Average, Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from hororing.names import uncount
 from hororing.process_sets import ProcessSet, rank_and_size
 from hororing.tensorflow.requests import Request, carry_out
-from hororing.tensorflow.tensors import PARTS, as_parts, from_parts
 
 
 class Call(NamedTuple):
@@ -41,17 +40,12 @@ class Call(NamedTuple):
     def request(
         self, collective: int, tensors: Sequence[tf.Tensor], splits: Any = None
     ) -> tuple[tf.Tensor, ...]:
-        """Carry it out for these tensors, which may be complex."""
-        parts = [as_parts(tensor) for tensor in tensors]
+        """Carry it out for these tensors."""
         name, process_set, op, factors, root, weight = self
         (results,) = carry_out(
-            [Request(collective, name, parts, process_set, op, factors, root, splits, weight)]
+            [Request(collective, name, tensors, process_set, op, factors, root, splits, weight)]
         )
-        whole = [
-            from_parts(result, tensor.dtype)
-            for result, tensor in zip(results, tensors, strict=False)
-        ]
-        return (*whole, *results[len(whole) :])
+        return tuple(results)
 
     def backward(self, **changes: Any) -> Call:
         """Return the same call for the gradients."""
@@ -106,13 +100,6 @@ def _is_smooth(tensor: tf.Tensor) -> bool:
 
 def allreduce(call: Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
     """Combine tensors over the ranks."""
-    if call.op not in (Average, Sum):
-        for tensor in tensors:
-            if tensor.dtype in PARTS:
-                raise ValueError(
-                    f"'{call.name}': op={arguments.op_name(call.op)} is not defined for "
-                    f"{tensor.dtype.name}; use Average or Sum"
-                )
     backward: Backward = partial(allreduce, call.backward())
     if call.weight is not None:
         backward = partial(_weighted_backward, call)

@@ -75,12 +75,14 @@ def unique_names(prefix: str, sources: Iterable[Any]) -> list[str]:
     example by loading a model.
     """
     seen: Counter[str] = Counter()
-    names = []
+    names: dict[str, None] = {}
     for source in sources:
-        name = re.sub(r"_\d+(?=/|$)", "", variable_name(source))
-        seen[name] += 1
-        names.append(f"{prefix}/{name}" + (f".{seen[name]}" if seen[name] > 1 else ""))
-    return names
+        plain = name = re.sub(r"_\d+(?=/|$)", "", variable_name(source))
+        while name in names:  # perhaps of a variable that is named like this
+            seen[plain] += 1
+            name = f"{plain}.{seen[plain] + 1}"
+        names[name] = None
+    return [f"{prefix}/{name}" for name in names]
 
 
 def step_prefix(what: str, process_set: ProcessSet) -> str:
@@ -182,8 +184,9 @@ class _Plan:
     def add_sparse(self, at: int, slices: tf.IndexedSlices, name: str) -> None:
         values = slices.values
         if self.weight is not None:
-            own = tf.cast(self.weight[0], values.dtype)
-            values = tf.where(own > 0, values * own, tf.zeros_like(values))
+            own = self.weight[0]
+            weighted = values * tf.cast(own, values.dtype)
+            values = tf.where(own > 0, weighted, tf.zeros_like(values))
         compressed = self.options.compression.compress(values)
         self.sparse.append(_Sparse(at, slices, *compressed, name))
 

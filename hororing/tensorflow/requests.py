@@ -19,14 +19,15 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from hororing import collectives, errors, membership
-from hororing.arguments import Sum
+from hororing import arguments, collectives, errors, membership
+from hororing.arguments import Average, Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from hororing.names import DefaultName, encode_name
 from hororing.process_sets import ProcessSet, check_member, global_process_set, rank_and_size
 from hororing.tensorflow.errors import as_both
 from hororing.tensorflow.names import unique_in_graph
 from hororing.tensorflow.plugin import operations
+from hororing.tensorflow.tensors import PARTS, as_parts, from_parts
 from hororing.verbs.reducescatter import rows_of
 
 T = TypeVar("T")
@@ -73,8 +74,10 @@ class Request(NamedTuple):
 def carry_out(requests: Sequence[Request]) -> list[list[tf.Tensor]]:
     """Submit all requests, wait for all, and return the results of each.
 
-    In a graph this adds the operations that do it. Not differentiable.
+    In a graph this adds the operations that do it. Not differentiable. ValueError if an operation
+    is not defined for complex numbers.
     """
+    whole, requests = requests, [_in_parts(each) for each in requests]
     eager = tf.executing_eagerly()
     if not eager:
         _refuse_xla(requests[0].name)
@@ -82,7 +85,22 @@ def carry_out(requests: Sequence[Request]) -> list[list[tf.Tensor]]:
             each._replace(name=unique_in_graph(each.name, each.process_set)) for each in requests
         ]
     flat = _convert_error(lambda: _eagerly(requests)) if eager else _in_graph(requests)
-    return _regrouped(requests, iter(flat))
+    return [
+        [from_parts(*pair) for pair in zip(results, request.result_dtypes, strict=True)]
+        for request, results in zip(whole, _regrouped(requests, iter(flat)), strict=True)
+    ]
+
+
+def _in_parts(request: Request) -> Request:
+    """Return the request as the core takes it, which has no complex numbers."""
+    if request.op not in (Average, Sum):
+        for tensor in request.tensors:
+            if tensor.dtype in PARTS:
+                raise ValueError(
+                    f"'{request.name}': op={arguments.op_name(request.op)} is not defined for "
+                    f"{tensor.dtype.name}; use Average or Sum"
+                )
+    return request._replace(tensors=[as_parts(tensor) for tensor in request.tensors])
 
 
 def _regrouped(requests: Sequence[Request], flat: Iterator[tf.Tensor]) -> list[list[tf.Tensor]]:

@@ -44,7 +44,7 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
         target: Any,
         sources: Any,
         output_gradients: Any = None,
-        use_generic_names: bool = False,
+        use_generic_names: Any = False,
         *,
         unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
     ) -> Any:
@@ -53,6 +53,9 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
         Gradients that are None stay None; they must be None on all ranks. With `use_generic_names`
         requests are named after positions, not after variables. The result is not differentiable.
         """
+        if isinstance(use_generic_names, (str, tf.UnconnectedGradients)):
+            # The fourth argument of a tf.GradientTape.
+            use_generic_names, unconnected_gradients = False, use_generic_names
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
         flat = tf.nest.flatten(sources)
         names = unique_names(

@@ -155,7 +155,8 @@ def averaged_slices(
         # In an elastic job, the number of ranks may change during the life of a graph.
         changes = membership.is_elastic() and process_set is global_process_set
         count = size_op() if changes else rank_and_size(process_set)[1]
-        values = values / tf.cast(count, values.dtype)
+        divide = tf.truncatediv if values.dtype.is_integer else tf.divide
+        values = divide(values, tf.cast(count, values.dtype))
     return tf.IndexedSlices(values, indices, like.dense_shape)
 
 

@@ -86,6 +86,11 @@ def case_a_tape_averages_gradients() -> None:
     check_both(
         lambda: gradients_by(hvd.DistributedGradientTape, sources, use_generic_names=True), check
     )
+    with tf.GradientTape() as tape:
+        loss = sources[2] + 1.0
+    distributed = hvd.DistributedGradientTape(tape)  # takes the arguments of a tf.GradientTape, too
+    found = distributed.gradient(loss, sources[1:3], None, tf.UnconnectedGradients.ZERO)
+    np.testing.assert_array_equal(found[0], np.zeros(SHAPES[1]))
 
 
 def case_other_operations_and_compression() -> None:
@@ -155,6 +160,46 @@ def case_a_tape_weighs_gradients() -> None:
         hvd.allreduce(mean, weight=-1.0 if rank == 0 else 1.0)
     with pytest.raises(NotImplementedError, match=r"cannot be used with tf\.IndexedSlices"):
         hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [0]), weight=1.0)
+
+
+def case_complex_variables_and_averages_of_integer_rows() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    mean = sum(range(size)) / size
+    for dtype in (tf.complex64, tf.complex128):
+        dense, table = (tf.Variable(tf.fill(shape, tf.cast(1j * rank, dtype))) for shape in ([], 3))
+
+        def gradients(dense: Any = dense, table: Any = table) -> list[Any]:
+            with tf.GradientTape() as tape:
+                rows = tf.gather(table, [rank % 3])
+                squares = dense * tf.math.conj(dense) + tf.reduce_sum(rows * tf.math.conj(rows))
+                loss = tf.math.real(squares)
+            tape = hvd.DistributedGradientTape(tape, weight=1.0)
+            dense_gradient, rows = tape.gradient(loss, [dense, table])
+            return [dense_gradient, tf.reduce_sum(rows.values)]
+
+        def check(found: Any, dtype: tf.DType = dtype) -> None:
+            assert {each.dtype for each in found} == {dtype}
+            np.testing.assert_allclose(found, [2j * mean, 2j * mean])
+
+        check_both(gradients, check)
+        hvd.broadcast_variables([dense, table], size - 1)
+        np.testing.assert_array_equal(table, [1j * (size - 1)] * 3)
+    with tf.GradientTape() as tape:
+        loss = tf.math.real(dense)
+    with pytest.raises(ValueError, match="op=Max is not defined for complex128"):
+        hvd.DistributedGradientTape(tape, op=hvd.Max).gradient(loss, dense)
+    integers = tf.IndexedSlices(tf.constant([[-3 * size, 2 * size - 1]]), tf.constant([rank]))
+    averaged = hvd.allreduce(integers, name="integers").values
+    assert averaged.dtype == tf.int32
+    np.testing.assert_array_equal(averaged, [[-3, 1]] * size)
+
+
+def case_names_of_variables_that_look_like_numbered_ones() -> None:
+    sources = [tf.Variable(1.0, name=name) for name in ("a", "a", "a.2", "a.2", "a")]
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([(at + 1.0) * each for at, each in enumerate(sources)])
+    found = hvd.DistributedGradientTape(tape, groups=5).gradient(loss, sources)
+    assert [float(each) for each in found] == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def case_the_structure_of_sources_is_kept() -> None:
