@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -115,6 +116,7 @@ class _Spec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     on_host: bool
+    saved: bytes = b""  # by torch.save, if no verb takes it: sparse momentum, for example
 
 
 def broadcast_optimizer_state(
@@ -199,8 +201,14 @@ def _describe(
         if isinstance(value, torch.Tensor):
             if id(value) not in specs:
                 on_host = value.device.type == "cpu"
-                specs[id(value)] = _Spec(len(tensors), tuple(value.shape), value.dtype, on_host)
-                tensors.append(value)
+                spec = _Spec(len(specs), tuple(value.shape), value.dtype, on_host)
+                if _can_be_written(value):
+                    tensors.append(value)
+                else:
+                    file = io.BytesIO()
+                    torch.save(value.detach(), file)
+                    spec = spec._replace(saved=file.getvalue())
+                specs[id(value)] = spec
             return specs[id(value)]
         return _rebuilt(value, replace)
 
@@ -218,6 +226,7 @@ def _adopt(
 ) -> list[torch.Tensor]:
     """Take over state and options; return the tensors that are still to be received."""
     tensors: dict[int, torch.Tensor] = {}
+    received: list[torch.Tensor] = []
     taken: set[int] = set()
 
     def restore(value: Any, old: Any, device: torch.device) -> Any:
@@ -229,9 +238,14 @@ def _adopt(
                     and tuple(old.shape) == value.shape
                     and (old.device.type == "cpu") is value.on_host
                     and id(old) not in taken
+                    and _can_be_written(old)
                 )
                 where = torch.device("cpu") if value.on_host else device
-                new = old if fits else torch.empty(value.shape, dtype=value.dtype, device=where)
+                if value.saved:
+                    new = torch.load(io.BytesIO(value.saved), where, weights_only=False)
+                else:
+                    new = old if fits else torch.empty(value.shape, dtype=value.dtype, device=where)
+                    received.append(new)
                 taken.add(id(new))
                 tensors[value.position] = new
             return tensors[value.position]
@@ -254,7 +268,16 @@ def _adopt(
     optimizer.state.update(restore(description["shared state"], held, device))
     for group, options in zip(optimizer.param_groups, description["options"], strict=True):
         group.update(restore(options, _options(group), device))
-    return [tensors[index] for index in range(len(tensors))]
+    return received
+
+
+def _can_be_written(tensor: torch.Tensor) -> bool:
+    """Return whether `broadcast_` takes it."""
+    try:
+        verbs.adapter.check_writable(verbs.adapter.check(tensor, ""), "")
+    except ValueError:
+        return False
+    return True
 
 
 def _shared_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:

@@ -371,6 +371,7 @@ def test_the_digest_of_a_state_is_that_of_its_bits():
     digest_of = pytest.importorskip("hororing.torch.elastic.state").digest_of
     whole = torch.arange(23, dtype=torch.float32)
     mixed = [torch.ones(3, dtype=torch.bool), torch.tensor(2.0), torch.zeros(0), whole.half()]
+    mixed += [torch.eye(3).to_sparse(), torch.ones(()).expand(3), torch.tensor([1j]).conj()]
     digest = digest_of([whole[1:], *mixed])
     assert digest == digest_of([whole[1:].clone(), *mixed])  # independent of the place in memory
     assert 0 <= digest < 2**62

@@ -237,6 +237,28 @@ def case_tensors_that_are_one_here_and_two_on_the_root_are_separated():
     assert [group["lr"].item() for group in optimizer.param_groups] == [0.25, 0.125]
 
 
+def case_state_that_no_verb_takes_travels():
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+    state = optimizer.state[table.weight]
+    state["by all"] = torch.ones(()).expand(3)
+    if rank() == 0:
+        table(torch.tensor([1, 3, 3])).sum().backward()
+        optimizer.step()  # with momentum as sparse as the gradient
+        state["by all"] = torch.arange(3.0)
+        state["expanded"] = torch.ones(()).expand(4)
+        state["short"] = torch.arange(3.0).to(torch.float8_e4m3fn)
+    hvd.broadcast_optimizer_state(optimizer, 0, table)
+    state = optimizer.state[table.weight]
+    momentum = state["momentum_buffer"]
+    assert momentum.is_sparse
+    assert momentum.to_dense()[:, 0].tolist() == [0.0, 1.0, 0.0, 2.0, 0.0]
+    assert state["by all"].tolist() == [0.0, 1.0, 2.0]
+    assert state["expanded"].tolist() == [1.0] * 4
+    assert state["short"].dtype is torch.float8_e4m3fn
+    assert state["short"].float().tolist() == [0.0, 1.0, 2.0]
+
+
 def case_names_of_parameters_are_options_too():
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(list(model.named_parameters()), lr=0.1 + rank())

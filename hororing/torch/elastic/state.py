@@ -17,6 +17,7 @@ from hororing.torch.elastic.sampler import ElasticSampler
 from hororing.torch.elastic.sending import Sender, sources
 from hororing.torch.gradient_optimizer import Distributed, parameters
 from hororing.torch.state import broadcast_from
+from hororing.torch.verbs import verbs
 
 
 class TorchState(SteppedState):
@@ -157,7 +158,10 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return a hash of the bits of all tensors, below 2**62."""
     total = 0
     for tensor in tensors:
-        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        if tensor.layout is torch.sparse_coo:  # momentum of sparse gradients
+            total += digest_of([tensor._indices(), tensor._values()])
+            continue
+        flat = verbs.adapter.dense(tensor.detach()).reshape(-1).view(torch.uint8)
         if flat.storage_offset() % 8:
             flat = flat.clone()
         # Words of the sum's own size are summed 20 times as fast as smaller ones.
