@@ -102,7 +102,10 @@ def missing(recordings: Iterable[recorder.Recording]) -> list[str]:
             have = [rank for rank, waits in ranks.items() if request in waits]
             lack = [rank for rank, waits in ranks.items() if request not in waits]
             if lack:
-                lines.append(f"{request}: submitted by {_list(have)}, not by {_list(lack)}")
+                members = ", as far as they belong to it" if recorder.OF_SET in request else ""
+                lines.append(
+                    f"{request}: submitted by {_list(have)}, not by {_list(lack)}{members}"
+                )
     return lines
 
 

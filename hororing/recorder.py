@@ -10,7 +10,8 @@ arrives at the main thread, so no other thread needs the interpreter. No server 
          0   1024  JSON, zero-terminated
       1024      8  number of events so far
       1032      4  number of stacks so far
-      2048  65536  1,024 events: time in ns (8), kind, collective, length of name, name (53)
+      2048  65536  1,024 events: time in ns (8), process set (4), kind, collective, length of name,
+                   name (49)
      67584         text: the latest stack
 """
 
@@ -37,9 +38,10 @@ from hororing.launch import Launch
 
 SUFFIX = ".hororing"
 NAME = "hororing-recorder"
+OF_SET = " of process set "  # in requests; names are scoped by set
 
 _JSON, _COUNTS, _RING, _EVENTS = 1024, 1024, 2048, 1024
-_EVENT = struct.Struct("<qBBB53s")
+_EVENT = struct.Struct("<qiBBB49s")
 _SIZE = _RING + _EVENTS * _EVENT.size
 _KINDS = {1: "submitted", 2: "agreed", 3: "done", 4: "failed"}
 _COLLECTIVES = {
@@ -185,18 +187,23 @@ def read(path: str | os.PathLike[str]) -> Recording:
     # Starting with the event that is overwritten next.
     ordered = found if count <= _EVENTS else found[count % _EVENTS :] + found[: count % _EVENTS]
     events = [
-        Event((time_ns + offset) / 1e9, _KINDS.get(kind, "?"), _request(collective, length, name))
-        for time_ns, kind, collective, length, name in ordered
+        Event(
+            (time_ns + offset) / 1e9,
+            _KINDS.get(kind, "?"),
+            _request(process_set, collective, length, name),
+        )
+        for time_ns, process_set, kind, collective, length, name in ordered
         if time_ns != 0
     ]
     return Recording(facts, events, stacks, data[_SIZE:].decode("utf-8", "replace"))
 
 
-def _request(collective: int, length: int, name: bytes) -> str:
+def _request(process_set: int, collective: int, length: int, name: bytes) -> str:
     text = name[:length].decode("utf-8", "replace")
     text = printable(text)
     cut = "..." if length > len(name) else ""
-    return f"{_COLLECTIVES.get(collective, '?')} '{cut}{text}'"
+    of_set = f"{OF_SET}{process_set}" if process_set else ""
+    return f"{_COLLECTIVES.get(collective, '?')} '{cut}{text}'{of_set}"
 
 
 def find(pid: int) -> str | None:

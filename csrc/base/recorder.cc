@@ -14,11 +14,12 @@
 namespace hororing {
 namespace {
 
-constexpr size_t kEvents = 1024, kName = 53, kMaxText = 3500;
+constexpr size_t kEvents = 1024, kName = 49, kMaxText = 3500;
 
 // hororing/recorder.py reads this layout.
 struct Entry {
   std::atomic<int64_t> time_ns;  // 0: it is being written
+  int32_t process_set;
   Event event;
   uint8_t collective;
   uint8_t length;  // of the name; a longer one than kName is cut at the front
@@ -95,12 +96,14 @@ Status OpenRecorder(int to, int stack_signal) {
   return {};
 }
 
-void Record(Event event, TimeNs now, Collective collective, std::string_view name) {
+void Record(Event event, TimeNs now, Collective collective, int32_t process_set,
+            std::string_view name) {
   File* const to = opened.load(std::memory_order_relaxed);
   if (to == nullptr) return;
   Entry& entry = to->ring[to->events.fetch_add(1, std::memory_order_relaxed) % kEvents];
   entry.time_ns.store(0, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_release);
+  entry.process_set = process_set;
   entry.event = event;
   entry.collective = static_cast<uint8_t>(collective);
   entry.length = static_cast<uint8_t>(std::min<size_t>(name.size(), 255));
@@ -120,8 +123,9 @@ std::string DescribeActivity(TimeNs patience) {
     const size_t kept = std::min<size_t>(entry.length, kName);
     last = std::string("its last event: ") + kNames[static_cast<size_t>(entry.event)] + " " +
            Name(static_cast<Collective>(entry.collective)) + " '" +
-           (entry.length > kept ? "..." : "") + std::string(entry.name, kept) + "', " +
-           Seconds(std::max<TimeNs>(NowNs() - entry.time_ns.load(), 0)) + " ago; ";
+           (entry.length > kept ? "..." : "") + std::string(entry.name, kept) + "'" +
+           (entry.process_set != 0 ? " of process set " + std::to_string(entry.process_set) : "") +
+           ", " + Seconds(std::max<TimeNs>(NowNs() - entry.time_ns.load(), 0)) + " ago; ";
   }
   return pid + "; " + last + StackOfMainThread(from, patience);
 }

@@ -23,7 +23,8 @@ enum class Event : uint8_t { kSubmitted = 1, kAgreed = 2, kDone = 3, kFailed = 4
 // stack into the file, after the events; 0: none.
 Status OpenRecorder(int file, int stack_signal);
 // Does nothing before OpenRecorder.
-void Record(Event event, TimeNs now, Collective collective, std::string_view name);
+void Record(Event event, TimeNs now, Collective collective, int32_t process_set,
+            std::string_view name);
 // "pid 12; the last event: done allreduce 'x', 3 s ago; its main thread:\n  File ...", of at most
 // 4 KiB. Waits for the main thread for at most that time.
 std::string DescribeActivity(TimeNs patience);

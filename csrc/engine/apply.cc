@@ -35,7 +35,7 @@ void Loop::Apply(const Agreement& agreement) {
           const std::optional<Work> agreed = Agreed(decision, decision.cache_id + i);
           if (!agreed) continue;
           const Request& request = agreed->entry->request;
-          Record(Event::kAgreed, now, request.kind, request.name);
+          Record(Event::kAgreed, now, request.kind, request.process_set, request.name);
           const Collective kind = request.kind;
           if (agreed->entry->views.empty() && kind != Collective::kBarrier) {
             // It changes which ranks take part in batches, so it keeps its place among them. A
@@ -205,7 +205,8 @@ void Loop::Fail(const Decision& decision) {
   // RemoveSet fails those requests of a removed set that are not reported yet.
   if (failed == nullptr || failed->reported_ns == 0) return;
   if (shared_.trace.enabled()) TraceNegotiation(*failed);
-  Record(Event::kFailed, NowNs(), failed->request.kind, failed->request.name);
+  Record(Event::kFailed, NowNs(), failed->request.kind, failed->request.process_set,
+         failed->request.name);
   ClearReported(failed->cache_id);
   const std::unique_ptr<TensorEntry> entry = shared_.tensors.Remove(key);
   ++shared_.stats.completed;

@@ -300,7 +300,7 @@ Status BatchRunner::RunBatch(int32_t process_set, Communicator& communicator, in
 void BatchRunner::Complete() {
   const TimeNs now = NowNs();
   for (const TensorEntry* entry : persistent_) {
-    Record(Event::kDone, now, entry->request.kind, entry->request.name);
+    Record(Event::kDone, now, entry->request.kind, entry->request.process_set, entry->request.name);
   }
   for (TensorEntry* entry : ending_) Complete(entry);
   shared_.stats.completed += static_cast<int64_t>(complete_.size());
@@ -312,7 +312,8 @@ void BatchRunner::Complete(TensorEntry* entry) {
   if (entry->stands_in()) return;
   const std::unique_ptr<TensorEntry> owned = shared_.tensors.Remove(Key(entry->request));
   ++shared_.stats.completed;
-  Record(Event::kDone, NowNs(), owned->request.kind, owned->request.name);
+  Record(Event::kDone, NowNs(), owned->request.kind, owned->request.process_set,
+         owned->request.name);
   shared_.handles->Complete(owned->handle, Status::Ok(), std::move(owned->results),
                             std::move(owned->done_event));
 }

@@ -215,7 +215,8 @@ void Engine::Finish(const Status& why) {
   std::vector<std::unique_ptr<TensorEntry>> left = shared_.tensors.Close(why);
   for (const std::unique_ptr<TensorEntry>& entry : left) {
     ++shared_.stats.completed;
-    Record(Event::kFailed, now, entry->request.kind, entry->request.name);
+    Record(Event::kFailed, now, entry->request.kind, entry->request.process_set,
+           entry->request.name);
     shared_.handles->Complete(entry->handle, WithStage(*entry, why), {});
   }
   // Destroying an event calls the driver, which may wait for kernels that are yet to be aborted.

@@ -68,7 +68,8 @@ bool Loop::Report() {
       continue;
     }
     entry->reported_ns = now;
-    Record(Event::kSubmitted, now, entry->request.kind, entry->request.name);
+    Record(Event::kSubmitted, now, entry->request.kind, entry->request.process_set,
+           entry->request.name);
     if (entry->cache_id == 0) entry->cache_id = shared_.tensors.IdOf(entry->request);
     const uint64_t id = entry->cache_id;
     if (coordinator_ && shared_.config.timeline_to > 0) FollowSteps(entry->request);

@@ -58,7 +58,7 @@ bool Engine::AllreduceOneShot(const TensorEntry& entry, int64_t* handle) {
   ++shared_.stats.tensors;
   shared_.stats.bytes += static_cast<int64_t>(bytes);
   if (size > 1) ++shared_.stats.allreduces[static_cast<size_t>(AlgorithmUsed::kOneShot)];
-  Record(Event::kDone, CoarseNowNs(), request.kind, request.name);
+  Record(Event::kDone, CoarseNowNs(), request.kind, request.process_set, request.name);
   shared_.handles->Create(handle, 1, /*done=*/true);
   return true;
 }

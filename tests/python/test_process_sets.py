@@ -22,7 +22,7 @@ from configured import raises
 from live_job import LiveJob
 
 import hororing.numpy as hvd
-from hororing import errors, process_sets
+from hororing import errors, process_sets, recorder
 
 # ---------------------------------------------------------------------------------------------
 # On the ranks
@@ -269,6 +269,13 @@ def case_names_are_scoped_by_set() -> None:
             ]  # fmt: skip
             for each, handle in zip(mine, handles, strict=True):
                 assert hvd.synchronize(handle)[0] == sum(rank + 1 for rank in each.ranks)
+        # Also for the doctor.
+        seen = recorder.read(str(recorder.find(os.getpid())))
+        ids = [each.process_set_id for each in mine]
+        ends = {event.request for event in seen.events if event.kind == "done"}
+        names = {f"allreduce 'n'{f' of process set {number}' * (number != 0)}" for number in ids}
+        assert names <= ends
+        assert not seen.unfinished()
 
 
 def case_sets_may_be_used_in_any_order() -> None:

@@ -100,7 +100,7 @@ def test_the_last_events_are_kept_and_a_signal_of_the_script_is_its_own(
     assert done.returncode == 0, done.stderr
     events = done.stdout.split(maxsplit=1)
     assert int(events[0]) == 1024
-    name = "..." + ("2999." + "long" * 99)[-53:]
+    name = "..." + ("2999." + "long" * 99)[-49:]
     assert events[1] == f"allreduce '{name}' {stack} []\n"
 
 
@@ -125,3 +125,7 @@ def test_what_only_some_ranks_have_submitted_is_listed():
     first = rank(0, ("submitted", "a"), ("done", "a"), ("submitted", "b"), ("submitted", "c"))
     second = rank(1, ("submitted", "c"), ("submitted", "d"), ("agreed", "d"))
     assert doctor.missing([first, second]) == ["b: submitted by rank 0, not by rank 1"]
+    of_set = f"b{recorder.OF_SET}1"
+    third, fourth = rank(2, ("submitted", of_set)), rank(3)
+    listed = f"{of_set}: submitted by rank 2, not by rank 3, as far as they belong to it"
+    assert doctor.missing([third, fourth]) == [listed]
