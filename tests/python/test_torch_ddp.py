@@ -161,6 +161,24 @@ def case_post_local_sgd() -> None:
     torch.testing.assert_close(weights, trained(model(), None))
 
 
+def case_join_divides_by_the_ranks_that_still_train() -> None:
+    """Rank r has r + 1 batches; the last ones are averaged over fewer ranks."""
+    data = torch.randn(3, 3, 4, 6, generator=torch.Generator().manual_seed(1))
+    rank, net, alone = dist.get_rank(), in_buckets(), model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with net.join(divide_by_initial_world_size=False):
+        for step in range(rank + 1):
+            optimizer.zero_grad()
+            net(data[step, rank]).square().mean().backward()
+            optimizer.step()
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        alone(data[step, step:].flatten(0, 1)).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(list(net.module.parameters()), list(alone.parameters()))
+
+
 def case_destroy() -> None:
     dist.destroy_process_group()
     hvd.shutdown()

@@ -7,25 +7,31 @@ waits for the engine's next completion; another runs only while the first runs a
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from time import monotonic
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed import Work as _Work
+import torch.distributed as torch_distributed
 
 from hororing import collectives
 from hororing.errors import StalledError
 from hororing.torch.uncompiled import uncompiled
 
+# torch's stubs lack many names.
+dist: Any = torch_distributed
+_Work: Any = dist.Work
+
 # Time between two checks for events that the engine does not report.
 _POLL_S = 0.01
 
 
-class Work(_Work):
+class Work(_Work):  # type: ignore[misc]
     """One request in flight.
 
     Parameters
@@ -266,3 +272,22 @@ class _Completions:
 
 
 completions = _Completions()
+
+
+def _keep_works() -> None:
+    """Make DDP keep the Python object of the work that it hands to C++ (in `join`).
+
+    C++ keeps only its own part, whose `wait` would never return.
+    """
+    give = dist.Reducer._set_forward_pass_work_handle
+    kept: MutableMapping[Any, Any] = WeakKeyDictionary()
+
+    @functools.wraps(give)
+    def give_and_keep(self: Any, work: Any, *args: Any, **kwargs: Any) -> None:
+        kept[self] = work
+        give(self, work, *args, **kwargs)
+
+    dist.Reducer._set_forward_pass_work_handle = give_and_keep
+
+
+_keep_works()
