@@ -161,10 +161,7 @@ class ElasticJob:
                 early=not took_part and process.code not in _FROM_OUTSIDE,
                 lived_s=time.monotonic() - process.began if took_part else 0.0,
             )
-            if process.slot.retired:
-                text += "; its slot is no longer used"
-            elif rest_s > 0:
-                text += f"; its slot pauses for {rest_s:.1f} s"
+            text += elastic_processes.pause(process.slot, rest_s)
         self._output.log(text)
 
     def _finish(self) -> None:
@@ -245,7 +242,7 @@ class ElasticJob:
         return min([*lefts, _LONGEST_WAIT_S])
 
     # -----------------------------------------------------------------------------------------
-    # Starting
+    # Processes and their hosts
 
     def _start_due(self) -> None:
         if self._ending.begun or self._finished:
@@ -295,9 +292,6 @@ class ElasticJob:
             self._output.log(str(error))
             self.exited(process.number, _NOT_STARTED)
 
-    # -----------------------------------------------------------------------------------------
-    # Hosts
-
     def _found(self, hosts: list[Host]) -> None:
         first = self._known is None
         self._known = hosts
@@ -308,21 +302,29 @@ class ElasticJob:
             self._retire(name)
         if came and not first:
             self._output.log(f"host {', '.join(came)} was added")
+        for process in self._live():
+            if not process.leaves and process.slot not in self._slots.of(process.slot.host):
+                why = f"the slot of process {process.number} was removed"
+                self._dismiss([process], process.uid, why)
 
     def _retire(self, name: str) -> None:
-        """Let members leave this host at their next commit, and others at once."""
         host = self._hosts.get(name)
-        if host is None or self._store is None:
-            return
-        host.leaves = True
-        for process in self._live():
-            if process.host is host:
-                process.leaves = True
-                if not process.generation:
-                    self._end(process)
-        self._retired.add(name)
-        self._store.retire(host.of.hostname)
-        self._store.hosts_updated(removed=[host.of.hostname])
+        if host is not None:
+            host.leaves = True
+            self._retired.add(name)
+            here = [each for each in self._live() if each.host is host]
+            self._dismiss(here, host.of.hostname, f"host {name} was removed")
+
+    def _dismiss(self, processes: Sequence[ElasticProcess], name: str, why: str) -> None:
+        """Let members leave at their next commit, and others at once. `name`: a host, or a uid."""
+        for process in processes:
+            process.leaves = True
+            if not process.generation:
+                self._end(process)
+        assert self._store is not None
+        self._causes.append(why)
+        self._store.retire(name)
+        self._store.hosts_updated(removed=[name])
 
     def _not_found(self, text: str) -> None:
         if self._known is None:
@@ -472,9 +474,7 @@ class ElasticJob:
     @property
     def first_failed(self) -> ElasticProcess | None:
         """The process that best explains why the job has failed."""
-        recent = self._failures[self._recent :] or self._failures[-1:]
-        # One that was killed: it may have caused the others' ends.
-        return next((each for each in recent if (each.code or 0) < 0), next(iter(recent), None))
+        return elastic_processes.blamed(self._failures, self._recent)
 
     def conclude(self) -> int:
         """Print how it has ended, and return the exit code of hororun."""

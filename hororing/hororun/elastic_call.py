@@ -48,7 +48,14 @@ class EndedElastic:
         if job.why and first is None:
             raise RunError(f"run: the job has failed: {job.why}")
         self.failed = (first.number, first.code or 1) if job.why and first is not None else None
-        done = [each for each in job.processes if each.status == each.code == 0]
+        # Processes that the job no longer needed have ended normally, too, but without a result.
+        done = [
+            each
+            for each in job.processes
+            if each.status == each.code == 0 and (job.answers.get(each.number) or not each.leaves)
+        ]
+        if not (job.why or done):
+            raise RunError("run: the job has ended before a process had called hvd.init()")
         done.sort(key=lambda each: (each.generation, each.rank or 0))
         if job.why:
             self.results = dict(job.answers)

@@ -91,6 +91,20 @@ def failures(failed: Sequence[ElasticProcess], started: int, generations: int, h
     )
 
 
+def pause(slot: Slot, rest_s: float) -> str:
+    """Return a text: what happens to the slot of a process that has failed."""
+    if slot.retired:
+        return "; its slot is no longer used"
+    return f"; its slot pauses for {rest_s:.1f} s" if rest_s > 0 else ""
+
+
+def blamed(failed: Sequence[ElasticProcess], first: int) -> ElasticProcess | None:
+    """Return the process that best explains the failure of a job, `first` or a later one."""
+    recent = failed[first:] or failed[-1:]
+    # One that was killed: it may have caused the others' ends.
+    return next((each for each in recent if (each.code or 0) < 0), next(iter(recent), None))
+
+
 def no_state(failed: Sequence[ElasticProcess]) -> str:
     """Return a text: no process is left; with a hint if all ended with the first one."""
     text = "no process is left that has the state of the training"

@@ -56,25 +56,27 @@ class Slots:
     max_np: int
     cooldown: tuple[float, float] | None = None
     random: random.Random = field(default_factory=random.Random)
+    # Also slots that their host has lost: a process may still be busy in one when it returns.
     _hosts: dict[str, list[Slot]] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
 
     def update(self, hosts: Iterable[Host]) -> tuple[list[str], list[str]]:
         """Use these hosts and slots from now on; return the added and the removed hosts.
 
         Slots that stay keep their history; those of a host that returns are new.
         """
-        before, self._hosts = self._hosts, {}
+        before, self._hosts, self._counts = self._hosts, {}, {}
         for host in hosts:
-            slots = before.get(host.name, [])[: host.slots]
-            new = range(len(slots), host.slots or 0)
-            total = host.slots or 0
+            slots, total = before.get(host.name, []), host.slots or 0
+            new = range(len(slots), total)
             self._hosts[host.name] = [*slots, *(Slot(host.name, index, total) for index in new)]
+            self._counts[host.name] = total
         came = [name for name in self._hosts if name not in before]
         return came, [name for name in before if name not in self._hosts]
 
     def of(self, host: str) -> list[Slot]:
         """Return the slots of a host; none if it is not part of the job."""
-        return self._hosts.get(host, [])
+        return self._hosts.get(host, [])[: self._counts.get(host, 0)]
 
     def usable(self) -> int:
         """The number of possible processes, now or after a pause."""
@@ -114,7 +116,7 @@ class Slots:
         return min(shortest * 2.0 ** min(failures - 1, 30) + random_s, longest)
 
     def _all(self) -> list[Slot]:
-        return [slot for slots in self._hosts.values() for slot in slots]
+        return [slot for host in self._hosts for slot in self.of(host)]
 
     def _free(self) -> list[Slot]:
         return [slot for slot in self._all() if not slot.busy and not slot.retired]

@@ -107,12 +107,12 @@ class ElasticStore(Server):
         new, gone = list(added), list(removed)
         self._apply(lambda: self._machine.hosts_updated(new, gone))
 
-    def retire(self, host: str) -> None:
-        """Exclude processes of this host from further generations.
+    def retire(self, host_or_uid: str) -> None:
+        """Exclude processes of this host, or the one with this uid, from further generations.
 
         They stay in the current one until all leave it; their `init` then ends the process.
         """
-        self._apply(lambda: self._machine.retire(host))
+        self._apply(lambda: self._machine.retire(host_or_uid))
 
     def _apply(self, what: Callable[[], list[Event]]) -> None:
         def act() -> None:

@@ -227,9 +227,9 @@ class Generations:
         self._retired -= new
         return self._update((ADDED if new else 0) | (REMOVED if gone else 0))
 
-    def retire(self, host: str) -> list[Event]:
-        """Exclude processes of this host from further generations: their next request ends them."""
-        self._retired.add(host)
+    def retire(self, host_or_uid: str) -> list[Event]:
+        """Exclude these processes from further generations: their next request ends them."""
+        self._retired.add(host_or_uid)
         return self._form()
 
     # -----------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class Generations:
         return self.min_np if self.number or self._expected == 0 else self.np
 
     def _is_retired(self, process: _Process) -> bool:
-        return process.host in self._retired
+        return not self._retired.isdisjoint((process.host, process.uid))
 
     def _is_wanted(self, process: _Process) -> bool:
         return not self._is_retired(process) and not (self._finished and process.newcomer)

@@ -80,6 +80,12 @@ def test_hosts_come_and_go_and_slots_that_stay_keep_their_past():
     assert names(slots, 5.0) == ["b0", "a1"]
     assert slots.update([Host("b", 0)]) == ([], ["a"])
     assert slots.usable() == 0
+    slots.update([Host("b", 2)])
+    slots.of("b")[1].busy = True  # by a process that does not end with its slot
+    slots.update([Host("b", 1)])
+    assert (names(slots, 5.0), slots.usable()) == (["b0"], 1)
+    slots.update([Host("b", 3)])
+    assert names(slots, 5.0) == ["b0", "b2"]
 
 
 def test_the_script_prints_hosts_with_or_without_slots():
@@ -254,7 +260,7 @@ def test_a_job_goes_on_when_rank_0_and_then_the_last_one_are_killed():  # push t
         assert "2 of 5 processes have failed" in told
 
 
-def test_hosts_that_are_taken_away_end_well(tmp_path: Path):  # push tier, 5 s
+def test_hosts_that_are_taken_away_end_well(tmp_path: Path):  # push tier, 8 s
     hosts, rsh = tmp_path / "hosts", tmp_path / "rsh"
     rsh.write_text(f'#!/bin/sh\nshift\n{nemesis.MARK}="${nemesis.MARK}" exec sh -c "$*"\n')
     rsh.chmod(0o755)
@@ -265,8 +271,16 @@ def test_hosts_that_are_taken_away_end_well(tmp_path: Path):  # push tier, 5 s
         told = {each["host"] for each in job.worlds()[-1]["members"]}
         assert told == {socket.gethostname(), "other"}
         hosts.write_text("localhost:1\n")
-        job.wait_until_it_works(1, after=generation)
+        generation = job.wait_until_it_works(1, after=generation)
         job.wait(lambda: len(nemesis.ranks(job)) == 1, "the other one does not end")
+        assert job.worlds()[-1]["cause"] == "host other was removed"
+        # The same for slots: never more processes than there are.
+        hosts.write_text("localhost:2\n")
+        generation = job.wait_until_it_works(2, after=generation)
+        hosts.write_text("localhost:1\n")
+        generation = job.wait_until_it_works(1, after=generation)
+        job.wait(lambda: len(nemesis.ranks(job)) == 1, "the process of the slot does not end")
+        assert job.worlds()[-1]["cause"] == "the slot of process 2 was removed"
         job.size = 1
         job.end()
         assert "processes have failed" not in job.told()

@@ -149,6 +149,7 @@ def test_processes_of_a_host_that_is_gone_end_when_they_ask():
     job.hosts_updated(["b"], [])
     assert job.join("again", "b", 1)
     assert job.ready("again", 0, 0, False, False) == [Updated(2, ADDED)]
+    assert job.retire("again") == [Retired("again")]  # the process alone
 
 
 def test_once_a_member_has_done_its_work_the_rest_may_end_in_any_number():

@@ -275,6 +275,39 @@ def test_an_elastic_job_that_cannot_go_on_tells_why():
     with pytest.raises(RunError, match="raised KeyError: 'nothing'") as caught:
         hororing.run(survivors, ("fails",), np=2, min_np=1)
     assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(RunError, match=r"ended before a process had called hvd.init\(\)"):
+        hororing.run(os.getpid, np=2, min_np=1)
+
+
+def leaves(hosts: str) -> tuple[int, int]:
+    import hororing.numpy as hvd
+    from hororing import elastic
+    from hororing.objects import broadcast_object
+
+    hvd.init()
+
+    @elastic.run
+    def train(state: Any) -> tuple[int, int]:
+        if hvd.size() == 2:
+            Path(hosts).write_text("localhost:1\n")
+            try:
+                while True:
+                    time.sleep(0.01)
+                    state.commit()
+            finally:
+                time.sleep(1 - hvd.rank())  # rank 1 has ended before the next generation forms
+        return hvd.rank(), hvd.size()
+
+    result: tuple[int, int] = train(elastic.ObjectState(broadcast_object, hvd.rank))
+    return result
+
+
+def test_a_process_whose_slot_was_removed_owes_no_result(tmp_path: Path):  # push tier, 3 s
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost:2\n")
+    script = f"cat {hosts}"
+    found = hororing.run(leaves, (str(hosts),), np=2, min_np=1, host_discovery_script=script)
+    assert found == [(0, 1)]
 
 
 # ---------------------------------------------------------------------------------------------
