@@ -21,7 +21,8 @@ import torch
 from hororing import timeline
 from hororing.torch.gradient import ASK, SENT, Gradient, unexpected_pass
 from hororing.torch.gradient_optimizer import Distributed
-from hororing.torch.reducer import Reducer, collect
+from hororing.torch.passes import collect
+from hororing.torch.reducer import Reducer
 
 
 class _Delta(Gradient):
@@ -58,8 +59,10 @@ class _DeltaReducer(Reducer):
     def arrange(self) -> None:
         """Count the passes of all parameters: other optimizers do not share changes."""
         self._followed = []
-        for param, gradient in self._gradients.values():
-            if gradient.hook is None and param.requires_grad:
+        for key, (param, gradient) in self._gradients.items():
+            if not self._has(key):
+                gradient.unhook()
+            elif gradient.hook is None and param.requires_grad:
                 self._hook(param, gradient)
 
     def copies(self) -> _Before:

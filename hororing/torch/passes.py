@@ -8,7 +8,9 @@ next node. A pass that raises drops its callback, whose destructor reports the f
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
+from collections.abc import Iterator
 from enum import Enum
 from threading import get_ident
 from typing import Any, Final
@@ -124,3 +126,12 @@ class Passes(Queue):
         self.tasks.pop(task, None)
         self.thread = 0
         self.pass_failed()
+
+
+@contextlib.contextmanager
+def collect(failures: list[Exception]) -> Iterator[None]:
+    """Append an error to `failures` instead of raising it."""
+    try:
+        yield
+    except Exception as error:  # the caller raises it
+        failures.append(error)

@@ -14,11 +14,10 @@ set), each reduces when it steps, and has no hooks.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any
 
@@ -42,7 +41,7 @@ from hororing.torch.gradient import (
     send_together,
     unexpected_pass,
 )
-from hororing.torch.passes import Passes, Phase, queue_callback
+from hororing.torch.passes import Passes, Phase, collect, queue_callback
 from hororing.torch.submission import BATCH_BYTES, MIN_WEIGHT, Group
 from hororing.torch.uncompiled import leave_uncompiled, uncompiled
 from hororing.torch.verbs import adapter
@@ -165,7 +164,6 @@ class Reducer(Passes):
         ):
             return self._entries
         held: dict[int, Entry] = {}  # once, also those that a group has twice
-        new = []
         for number, group in enumerate(groups):
             for index, param in enumerate(group["params"]):
                 entry = self._gradients.get(id(param))
@@ -175,27 +173,35 @@ class Reducer(Passes):
                     self.unclassified.append(entry[1])
                     self._on_device |= entry[1].device != collectives.HOST
                     self._gradients[id(param)] = entry
-                    _reducers_of.setdefault(id(param), set()).add(self)
-                    new.append(id(param))
                 held[id(param)] = entry
-        entries = held.values()
-        left_out = self._left_out
-        if new or any(
-            gradient.hook is None and param.requires_grad and id(param) not in left_out
-            for param, gradient in entries
+        gone = self._gradients.keys() - held.keys()
+        changed = [key for key in self._gradients if self._has(key) is (key in gone)]
+        for key in changed:  # enter or leave
+            _reducers_of.setdefault(key, set()).symmetric_difference_update({self})
+        if changed or any(
+            gradient.hook is None and param.requires_grad and key not in self._left_out
+            for key, (param, gradient) in held.items()
         ):
-            for reducer in {self, *(other for key in new for other in _reducers_of[key])}:
+            for reducer in {self, *(other for key in changed for other in _reducers_of[key])}:
                 reducer.arrange()
-        self._entries = [entry for entry in entries if id(entry[0]) not in self._left_out]
+        # What the optimizer no longer has is finished once more, if its hook has sent it.
+        sent = [entry for key in gone if (entry := self._gradients[key])[1].state >= QUEUED]
+        self._entries = [entry for key, entry in held.items() if key not in self._left_out] + sent
         if all(gradient.hook is not None for _, gradient in self._entries):
             self._followed = [list(group["params"]) for group in groups]
         return self._entries
 
+    def _has(self, key: int) -> bool:
+        """Return whether the optimizer had the parameter in the latest call of `follow`."""
+        return self in _reducers_of.get(key, ())
+
     def arrange(self) -> None:
         """Add or remove hooks; see Note [Shared parameters]."""
-        self._reduces_in_step, self._left_out = False, set()
+        self._reduces_in_step = False
+        held = [key for key in self._gradients if self._has(key)]
+        self._left_out = {*self._gradients} - {*held}
         newer: dict[Reducer, int] = {}
-        for key in self._gradients:
+        for key in held:
             rivals = _reducers_of[key]
             for other in rivals if len(rivals) > 1 else ():
                 if (other.options.op, other.members) != (self.options.op, self.members):
@@ -226,11 +232,10 @@ class Reducer(Passes):
         others: set[Reducer] = set()
         for key, (_, gradient) in self._gradients.items():
             gradient.unhook()
-            rivals = _reducers_of[key]
-            rivals.discard(self)
+            rivals = _reducers_of.pop(key, set()) - {self}
+            if rivals:
+                _reducers_of[key] = rivals
             others |= rivals
-            if not rivals:
-                del _reducers_of[key]
         self._gradients, self._names, self._entries, self._followed = {}, {}, [], []
         for other in others:
             other.arrange()
@@ -491,12 +496,3 @@ class Reducer(Passes):
         self.reset_passes()
         self.phase = Phase.IDLE
         self._failures, self._versions = [], []
-
-
-@contextlib.contextmanager
-def collect(failures: list[Exception]) -> Iterator[None]:
-    """Append an error to `failures` instead of raising it."""
-    try:
-        yield
-    except Exception as error:  # the caller raises it
-        failures.append(error)

@@ -654,6 +654,39 @@ def case_added_parameters_are_reduced():
         twins.check()
 
 
+def case_parameters_may_leave_an_optimizer_or_move_to_another():
+    for options in ({}, {"groups": 1}, {"backward_passes_per_step": 2}):
+        model = network()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        first, second, third = (list(layer.parameters()) for layer in model[::2])
+        older, newer = (
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(params, lr=0.01),
+                [(f"{name}.{each}", param) for each, param in model.named_parameters()],
+                **options,
+            )
+            for name, params in (("older", first), ("newer", second + third))
+        )
+        inputs = torch.ones(2, 5)
+        for step in range(6):
+            if step == 2:
+                newer.param_groups[0]["params"] = third
+                older.add_param_group({"params": second})
+            if step == 4:
+                del older.param_groups[0]  # nobody's now
+                newer.add_param_group({"params": older.param_groups.pop()["params"]})
+                older.add_param_group({"params": third})
+                del newer.param_groups[0]
+            for _ in range(options.get("backward_passes_per_step", 1)):
+                outputs_squared(model, inputs + hvd.rank()).backward()
+            reduced = second + third if step > 3 else first + second + third
+            assert_equal_on_all_ranks(*(param.grad for param in reduced))
+            older.step()
+            newer.step()
+            model.zero_grad()
+        assert_equal_on_all_ranks(*model.parameters())
+
+
 # ---------------------------------------------------------------------------------------------
 # Sent while backward runs; errors
 
