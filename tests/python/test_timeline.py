@@ -24,6 +24,7 @@ from live_job import LiveJob, poll
 from timeline_ranks import LAYERS, ROWS, STEPS, WIDTH
 
 import hororing.numpy as hvd
+from hororing import errors
 from hororing.toolkit.stragglers import read_timeline
 
 RANKS = Path(__file__).with_name("timeline_ranks.py")
@@ -352,6 +353,21 @@ def case_a_timeline_holds_what_is_between_start_and_stop() -> None:
     reduce("t after")
     if hvd.rank() == 0:
         assert seen(path) == [{"t one", "t two"}] * hvd.size()
+
+
+def case_stop_is_no_error_if_another_rank_has_ended_its_script() -> None:
+    (path,) = paths("t.json")
+    hvd.start_timeline(path)
+    hvd.barrier()
+    reduce("t last")
+    if hvd.rank() == 0:
+        if hvd.size() > 1:
+            with pytest.raises(errors.ShutDownError):
+                hvd.barrier()
+        hvd.stop_timeline()
+        assert seen(path) == [{"t last"}] * hvd.size()
+    hvd.shutdown()
+    hvd.init()
 
 
 def case_start_while_started_goes_on_in_the_new_file() -> None:
