@@ -97,17 +97,31 @@ class Board:
                     break
                 sleep(POLL_S)
             self._store.set(f"{key}verdict", " ".join(map(str, missing)))
+            # The store, or the job, may end with this rank.
+            readers = [f"{key}read{rank}" for rank in range(1, size) if rank not in missing]
+            end = monotonic() + _VERDICT_S
+            while readers and not self._store.check(readers) and monotonic() < end:
+                sleep(POLL_S)
             if not missing:  # then no rank reads the previous barrier's keys any more
                 last = f"{self._prefix()}barrier{number - 1}."
-                for name in ("verdict", *range(size)):
-                    self._store.delete_key(f"{last}{name}")
+                for rank in range(size):
+                    self._store.delete_key(f"{last}{rank}")
+                    self._store.delete_key(f"{last}read{rank}")
+                self._store.delete_key(f"{last}verdict")
             return missing
         while not self._store.check([f"{key}verdict"]):
-            control.check_engine()
+            try:
+                control.check_engine()
+            except Exception:  # a rank that has read the verdict may have ended since
+                if not self._store.check([f"{key}verdict"]):
+                    raise
             if monotonic() >= end + _VERDICT_S:
                 return None
             sleep(POLL_S)
-        return list(map(int, self._store.get(f"{key}verdict").split()))
+        missing = list(map(int, self._store.get(f"{key}verdict").split()))
+        if self._place not in missing:
+            self._store.set(f"{key}read{self._place}", "")
+        return missing
 
 
 class _Announcer:
