@@ -47,7 +47,7 @@ class MetricAverage:
     """Averages all metrics over the ranks at the end of each epoch.
 
     Put it before callbacks that read metrics: ReduceLROnPlateau, EarlyStopping,
-    ModelCheckpoint, TensorBoard. All ranks must have the same metrics.
+    ModelCheckpoint, TensorBoard. All ranks must have the same metrics: numbers, or arrays of them.
 
     Parameters
     ----------
@@ -66,13 +66,16 @@ class MetricAverage:
         if not logs:
             return
         names = sorted(logs)
+        values = [np.asarray(logs[name], np.float64) for name in names]
         means = hvd.allreduce(
-            np.array([float(logs[name]) for name in names]),
+            np.concatenate([value.ravel() for value in values]),
             name=f"{type(self).__name__}.{epoch}",
             op=arguments.Average,
             weight=self._weight() if callable(self._weight) else self._weight,
         )
-        logs.update(zip(names, means.tolist(), strict=True))
+        ends = np.cumsum([value.size for value in values])
+        for name, value, mean in zip(names, values, np.split(means, ends[:-1]), strict=True):
+            logs[name] = mean.item() if value.size == 1 else mean.reshape(value.shape)
 
 
 class LearningRateSchedule:

@@ -134,7 +134,7 @@ FAULTS = [
           "        if gradient is None or at == 0:\n            continue\n        if keys",
           "pytest test_tensorflow_training.py -k test_training"),
     Fault("metrics are not averaged", "hororing/fit_callbacks.py",
-          "logs.update(zip(names, means.tolist(), strict=True))", "del means",
+          "means = hvd.allreduce(", "means = (lambda array, **_: array)(",
           "pytest test_keras_torch.py -k metrics"),
     Fault("who is no member of a set is let in", "hororing/process_sets.py",
           "    if not process_set.included():\n        raise ValueError(\n"

@@ -713,8 +713,10 @@ def case_metrics_are_averaged_and_the_best_model_is_saved_by_rank_0():
     with folder() as where:
         average = hvd.callbacks.MetricAverageCallback()
         logs = {"loss": 1.0 + hvd.rank(), "accuracy": np.float32(hvd.rank())}
+        logs["f1"] = ops.convert_to_tensor([0.0, hvd.rank()])  # of each class
         average.on_epoch_end(0, logs)
         size = hvd.size()
+        assert logs.pop("f1").tolist() == [0.0, (size - 1) / 2]
         assert logs == {"loss": (size + 1) / 2, "accuracy": (size - 1) / 2}
         best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
         with pytest.raises(ValueError, match="set its filepath"):
