@@ -94,6 +94,11 @@ def case_gradients_add_up_over_several_batches() -> None:
         model = trained(network(), optimizer, hvd.size(), epochs=2)
         same_weights(model, expected)
         assert int(optimizer.iterations) == 8  # updates: 2 epochs of 8 batches
+        scaled = tf.keras.mixed_precision.LossScaleOptimizer(make())
+        hvd.DistributedOptimizer(
+            scaled, backward_passes_per_step=2, average_aggregated_gradients=True
+        )
+        same_weights(trained(network(), scaled, hvd.size(), epochs=2), expected)
 
 
 def case_options_reach_the_reduction() -> None:

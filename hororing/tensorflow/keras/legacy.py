@@ -71,7 +71,9 @@ class Distributed(WithoutWeight):
 
         due = tf.equal(self._state.count.assign_add(1), self._settings.passes)
         tf.cond(due, update, lambda: None)
-        return self.iterations  # type: ignore[attr-defined]
+        # As in Keras: a LossScaleOptimizer around a legacy one expects an operation.
+        legacy = hasattr(self, "_create_all_weights")
+        return tf.group(due) if legacy else self.iterations  # type: ignore[attr-defined]
 
     def _reduced(self, grads_and_vars: Pairs) -> list[tuple[Any, Any]]:
         self._state.was_called = True
