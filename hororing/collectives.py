@@ -238,7 +238,7 @@ def wait(handle: int) -> Any:
         return result.result if type(result) is Separate else result
     pending = _find(handle)
     code = block_until_complete(handle)
-    unknown = code != lib.HR_OK and lib.hr_poll(handle) < 0
+    unknown = code == lib.HR_INVALID_ARGUMENT and lib.hr_poll(handle) < 0
     if unknown or _pending.pop(handle, None) is None:
         raise _already_synchronized(handle)
     try:

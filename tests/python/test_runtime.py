@@ -180,11 +180,18 @@ def test_a_forked_child_knows_its_place_has_no_engine_and_ends():
 def test_a_forked_child_that_ends_by_sys_exit_ends():
     script = """
 import os, sys
+import numpy as np
+import hororing.numpy as hvd
 import hororing.runtime as r
 r.init()
+handle = hvd.allreduce_async(np.ones(1))
 child = os.fork()
 if child == 0:
-    sys.exit(5)
+    try:
+        hvd.synchronize(handle)
+    except hvd.NotInitializedError:  # it is the parent's
+        sys.exit(5)
+hvd.synchronize(handle)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
 assert r.is_initialized()
 print("fine")
