@@ -274,7 +274,7 @@ class ObjectState(State):
         self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any
     ) -> None:
         super().__init__(bcast_object, get_rank)
-        self._saved_state = kwargs
+        self._saved_state = copy.deepcopy(kwargs)  # scripts change lists and dicts in place
         for name, value in kwargs.items():
             setattr(self, name, value)
 

@@ -97,6 +97,9 @@ def state(**objects: Any) -> elastic.ObjectState:
 
 def test_an_object_state_saves_copies():
     mine = state(epoch=1, log=[1])
+    mine.log.append(0)
+    mine.restore()
+    assert mine.log == [1]  # as it was made
     mine.epoch = 2
     mine.log.append(2)
     mine.save()
