@@ -131,10 +131,11 @@ class Reducer(Passes):
         self._left_out: set[int] = set()
         self._newer: dict[Reducer, int] = {}
         self._reductions = 0
-        # As last seen by `follow`: the parameters of each group, if all have hooks or are left out;
-        # and the remaining ones with their gradients.
+        # As last seen by `follow`: the parameters of each group; those that are not left out, with
+        # their gradients; and those of them that have no hooks.
         self._followed: list[list[torch.Tensor]] = []
         self._entries: list[Entry] = []
+        self._frozen: list[torch.Tensor] = []
         self._failures: list[Exception] = []  # of this step
         self._versions: list[tuple[Gradient, torch.Tensor, int]] = []  # as left by a failed pass
         self.release = weakref.finalize(optimizer, self._release)
@@ -158,9 +159,13 @@ class Reducer(Passes):
         optimizer = self._optimizer()
         assert optimizer is not None
         groups = optimizer.param_groups
-        if len(groups) == len(self._followed) and all(
-            len(group["params"]) == len(known) and all(map(is_, group["params"], known))
-            for group, known in zip(groups, self._followed, strict=True)
+        if (
+            len(groups) == len(self._followed)
+            and all(
+                len(group["params"]) == len(known) and all(map(is_, group["params"], known))
+                for group, known in zip(groups, self._followed, strict=True)
+            )
+            and not any(param.requires_grad for param in self._frozen)
         ):
             return self._entries
         held: dict[int, Entry] = {}  # once, also those that a group has twice
@@ -187,8 +192,8 @@ class Reducer(Passes):
         # What the optimizer no longer has is finished once more, if its hook has sent it.
         sent = [entry for key in gone if (entry := self._gradients[key])[1].state >= QUEUED]
         self._entries = [entry for key, entry in held.items() if key not in self._left_out] + sent
-        if all(gradient.hook is not None for _, gradient in self._entries):
-            self._followed = [list(group["params"]) for group in groups]
+        self._frozen = [param for param, gradient in self._entries if gradient.hook is None]
+        self._followed = [list(group["params"]) for group in groups]
         return self._entries
 
     def _has(self, key: int) -> bool:
@@ -237,6 +242,7 @@ class Reducer(Passes):
                 _reducers_of[key] = rivals
             others |= rivals
         self._gradients, self._names, self._entries, self._followed = {}, {}, [], []
+        self._frozen = []
         for other in others:
             other.arrange()
 
