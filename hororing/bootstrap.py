@@ -114,7 +114,7 @@ def join(settings: Mapping[str, Any]) -> ElasticMember:
     member = ElasticMember(
         rendezvous, secret=_secret(env), job=_job(env, ""), host=env.get("HOSTNAME"),
         timeout_s=settings["TIMEOUT_S"] or math.inf, insecure=_insecure(env),
-        process=int(env.get("PROCESS", 0)),
+        process=_number("PROCESS", env.get("PROCESS", "0")),
     )  # fmt: skip
     _reach(member, rendezvous)
     return member

@@ -137,13 +137,19 @@ class _Job:
 
 def _made(arguments: argparse.Namespace) -> tuple[ElasticStore, _Job]:
     np = arguments.num_proc
-    min_np, max_np = arguments.min_np or np, arguments.max_np or np
+    min_np, max_np = (np if each is None else each for each in (arguments.min_np, arguments.max_np))
     if not 1 <= min_np <= np <= max_np:
         raise ValueError(f"--min-np {min_np}, -np {np}, --max-np {max_np}: they must ascend from 1")
+    if not 0 <= arguments.linger <= 1e9:
+        raise ValueError(f"--linger {arguments.linger:g} is not a number of seconds")
     if re.fullmatch(r"\d{1,5}", arguments.listen):
         host, port = "", int(arguments.listen)
+        if port >= 2**16:
+            raise ValueError(f"--listen {port} is not a port")
     else:
         host, port = protocol.parse_address(arguments.listen)
+    if arguments.membership is not None:
+        arguments.membership.open("ab").close()  # an error now, not in the middle of the job
     settings = config.load()
     secret, name, insecure = bootstrap.of_store()
     job = _Job(arguments.membership, settings["RESET_LIMIT"])
