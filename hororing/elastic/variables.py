@@ -148,6 +148,11 @@ class ModelState(VariablesState):
         for variable, value in self._saved_here:
             variable.assign(value)
 
+    def sync(self) -> None:
+        """Send the values that rank 0 has saved last to all ranks; passes begin again."""
+        super().sync()
+        getattr(self.optimizer, "forget_passes", lambda: None)()
+
     # -- every step as a transaction; see hororing.elastic.steps ---------------------------------
 
     def _stepper(self) -> Stepper | None:

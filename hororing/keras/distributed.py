@@ -85,6 +85,11 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         """Exclude the gradient of a variable from the reduction: each rank has its own."""
         self._hororing.local_variables.append(var)
 
+    def forget_passes(self) -> None:
+        """Begin again to add up gradients: a rank that joins an elastic job has none."""
+        if self._hororing.accumulator is not None:
+            self._hororing.accumulator.reset()
+
     @property
     def weight(self) -> Any:
         """The weight of this rank in the average of gradients, such as its number of samples.

@@ -254,6 +254,21 @@ def case_passes_are_added_up_before_they_are_reduced():
         assert int(optimizer.iterations) == STEPS
 
 
+def case_passes_begin_again_where_an_elastic_state_is_sent():
+    # A rank that joins has made none; those that were there may be in the middle of a step.
+    model = Straight()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    state = hvd.elastic.KerasState(model, optimizer)
+    weights = model.trainable_variables
+    one = ops.ones((FEATURES, OUTPUTS))
+    if hvd.rank() == 0:
+        step(optimizer, [one], weights)
+    state.sync()
+    for _ in range(2):
+        step(optimizer, [one], weights)
+    np.testing.assert_allclose(model.get_weights()[0], -2)
+
+
 def case_schedules_count_updates_and_not_passes():
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [0.1, 0.0])
     model = network()

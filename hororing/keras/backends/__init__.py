@@ -27,6 +27,9 @@ class Accumulator(Protocol):
     def add(self, gradients: Sequence[Any], places: Sequence[int], weight: Any = None) -> Totals:
         """Add gradients, or None, of the variables at `places`; with weights, keep their mean."""
 
+    def reset(self) -> None:
+        """Forget all gradients."""
+
 
 class Backend(Protocol):
     """The interface to a framework. Also works while Keras traces a train step."""

@@ -75,13 +75,17 @@ class VariableAccumulator:
                 self._total(place, average) if place in self._live else None for place in places
             ]
             summed = None if weight is None else ops.copy(self._weight)
-            self._weight.assign(0)
-            for place in self._live:
-                self._sums[place].assign(ops.zeros_like(self._sums[place]))
-            self._count.assign(0)
+            self.reset()
             return totals, summed
 
         return ops.equal(self._count, self._passes), take
+
+    def reset(self) -> None:
+        """Forget all gradients."""
+        self._weight.assign(0)
+        for place in self._live:
+            self._sums[place].assign(ops.zeros_like(self._sums[place]))
+        self._count.assign(0)
 
     def _total(self, place: int, average: bool) -> Any:
         if average and not self._maxima[place]:

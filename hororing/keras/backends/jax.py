@@ -48,6 +48,10 @@ class HostAccumulator:
         self._maxima = maxima
         self._passes = settings.passes
         self._average = settings.average_passes
+        self.reset()
+
+    def reset(self) -> None:
+        """See `Accumulator`."""
         self._sums: dict[int, Array] = {}  # by place
         self._count = 0
 
@@ -89,7 +93,7 @@ class HostAccumulator:
             else self._sums[place]
             for array, place in zip(arrays, places, strict=True)
         ]
-        self._sums, self._count = {}, 0
+        self.reset()
         return [np.asarray(True), *totals]
 
 
