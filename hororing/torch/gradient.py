@@ -384,8 +384,14 @@ class Gradient(PersistentAllreduce):
 
 def _is_captured() -> bool:
     """Return whether the hook of a parameter is called by `torch.autograd.grad`, not `backward`."""
+    node = torch._C._current_autograd_node()
+    if node is None:
+        raise NotImplementedError(
+            "optimizer: weight and backward_passes_per_step cannot be used with compiled autograd, "
+            "which does not tell when a pass ends; compile only the model"
+        )
     try:
-        torch._C._will_engine_execute_node(torch._C._current_autograd_node())
+        torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch does not answer this for parameters that it captures
         return True
     return False

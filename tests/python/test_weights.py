@@ -364,6 +364,19 @@ def case_frozen_parameters_may_get_a_weight_and_thaw() -> None:
         optimizer.step()
 
 
+def case_compiled_autograd_does_not_weigh_passes_and_says_so() -> None:
+    from torch._dynamo import compiled_autograd
+
+    layer = nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(layer.parameters(), lr=0.1), backward_passes_per_step=2
+    )
+    optimizer.weight = 1.0
+    compiler = torch.compile(backend="eager")
+    with compiled_autograd._enable(compiler), pytest.raises(NotImplementedError, match="compiled"):
+        layer(torch.ones(1, 2)).sum().backward()
+
+
 def case_a_closure_has_a_weighted_loss() -> None:
     model = network()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
