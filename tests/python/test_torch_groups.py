@@ -321,12 +321,17 @@ def rank(number, path):
     if number == 1:
         os._exit(7)
     if number == 0:
+        future = dist.irecv(torch.ones(2)).get_future()
         for call in (dist.recv, dist.all_reduce, dist.group.WORLD.monitored_barrier):
             try:
                 call(tensor) if call != dist.group.WORLD.monitored_barrier else call()
             except errors.PeerLostError as error:
                 assert error.rank == 1, error
                 print("lost", error.rank, flush=True)
+        try:
+            future.wait()
+        except RuntimeError as error:
+            assert "PeerLostError" in str(error), error
     os._exit(0)
 
 fork = multiprocessing.get_context("fork")

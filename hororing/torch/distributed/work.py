@@ -109,15 +109,14 @@ class Work(_Work):  # type: ignore[misc]
     def settle(self) -> None:
         """Finish it; blocks until it is complete."""
         with self._lock:
-            if self._done:
-                return
-            try:
-                value = collectives.wait(self._handle)
-                if self._finish is not None:
-                    self._finish(value)
-            except Exception as error:  # `wait` raises it
-                self._error = error
-            self._end()
+            if not self._done:
+                try:
+                    value = collectives.wait(self._handle)
+                    if self._finish is not None:
+                        self._finish(value)
+                except Exception as error:  # `wait` raises it
+                    self._error = error
+                self._end()
         self._notify()
 
     def expire(self, timeout_s: float) -> None:
