@@ -131,9 +131,9 @@ class Reducer(Passes):
         self._left_out: set[int] = set()
         self._newer: dict[Reducer, int] = {}
         self._reductions = 0
-        # As last seen by `follow`: the parameters of each group; those that are not left out, with
-        # their gradients; and those of them that have no hooks.
-        self._followed: list[list[torch.Tensor]] = []
+        # As last seen by `follow`: the parameters; those that are not left out, with their
+        # gradients; and those of them that have no hooks.
+        self._followed: list[torch.Tensor] = []
         self._entries: list[Entry] = []
         self._frozen: list[torch.Tensor] = []
         self._failures: list[Exception] = []  # of this step
@@ -159,12 +159,10 @@ class Reducer(Passes):
         optimizer = self._optimizer()
         assert optimizer is not None
         groups = optimizer.param_groups
+        params = [param for group in groups for param in group["params"]]
         if (
-            len(groups) == len(self._followed)
-            and all(
-                len(group["params"]) == len(known) and all(map(is_, group["params"], known))
-                for group, known in zip(groups, self._followed, strict=True)
-            )
+            len(params) == len(self._followed)
+            and all(map(is_, params, self._followed))
             and not any(param.requires_grad for param in self._frozen)
         ):
             return self._entries
@@ -193,7 +191,7 @@ class Reducer(Passes):
         sent = [entry for key in gone if (entry := self._gradients[key])[1].state >= QUEUED]
         self._entries = [entry for key, entry in held.items() if key not in self._left_out] + sent
         self._frozen = [param for param, gradient in self._entries if gradient.hook is None]
-        self._followed = [list(group["params"]) for group in groups]
+        self._followed = params
         return self._entries
 
     def _has(self, key: int) -> bool:
