@@ -15,12 +15,15 @@ from hororing.hororun.local import STDERR, STDOUT
 _TAIL_LINES = 10
 _LONGEST_BYTES = 2**16  # of an incomplete line that is held back
 # Progress bars also end their lines with \r.
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r(?=[^\n])|\n)")
+_END = re.compile(rb"\r\n|\r(?=[^\n])|\n")
 _COLOURS = [36, 33, 32, 35, 34, 96, 93, 92, 95, 94]
 
 
 class Output:
     """Assembles lines. Bytes are unchanged, whatever the encoding.
+
+    If several ranks share a stream, or lines are tagged, an incomplete line gets an end: the last
+    one of a rank, and one of more than 64 KiB.
 
     Parameters
     ----------
@@ -51,6 +54,7 @@ class Output:
         self._streams = streams
         self._width = len(str(size - 1))
         self._tag = tag
+        self._alone = size == 1 and not tag and not elastic  # others' lines cannot come between
         self._colour = colour
         self._only_from = only_from
         self._directory = None if directory is None else Path(directory)
@@ -63,12 +67,12 @@ class Output:
         parts = self._parts.pop((rank, stream), b"") + data
         end = 0
         lines = []
-        for found in _LINE.finditer(parts):
-            lines.append(found[0])
+        for found in _END.finditer(parts):
+            lines.append(parts[end : found.end()])
             end = found.end()
         rest = parts[end:]
         if rest and (not data or len(rest) > _LONGEST_BYTES):
-            lines.append(rest if rest.endswith(b"\r") else rest + b"\n")
+            lines.append(rest if self._alone or rest.endswith(b"\r") else rest + b"\n")
         elif rest:
             self._parts[rank, stream] = rest
         if stream == STDERR:

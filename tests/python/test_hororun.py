@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -95,6 +96,14 @@ def test_lines_are_whole_and_bytes_stay_what_they_are(tmp_path: Path):
         b"[10] ab\n[ 0] ab\n[ 0] half \xff\xc3\n[10] half \xff\xc3\n[ 3] 10 %\r[ 3] 20 %\r\n"
     ).replace(b"[10] ab\n[ 0] ab\n", b"[ 0] ab\n[10] ab\n")
     assert err.text == b"[ 4] no end\n"
+
+
+def test_a_single_rank_prints_its_own_bytes():
+    out = io.BytesIO()
+    output = Output({"stdout": out}, 1, tag=False)  # type: ignore[dict-item]
+    for data in (b"x" * 200_000, b'{"no": "end of line"}', b""):
+        output.write(0, "stdout", data)
+    assert out.getvalue() == b"x" * 200_000 + b'{"no": "end of line"}'
 
 
 def test_output_that_nobody_reads_ends_nothing():
