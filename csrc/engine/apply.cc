@@ -35,7 +35,9 @@ void Loop::Apply(const Agreement& agreement) {
           const std::optional<Work> agreed = Agreed(decision, decision.cache_id + i);
           if (!agreed) continue;
           const Request& request = agreed->entry->request;
-          Record(Event::kAgreed, now, request.kind, request.process_set, request.name);
+          if (!agreed->entry->stands_in()) {
+            Record(Event::kAgreed, now, request.kind, request.process_set, request.name);
+          }
           const Collective kind = request.kind;
           if (agreed->entry->views.empty() && kind != Collective::kBarrier) {
             // It changes which ranks take part in batches, so it keeps its place among them. A

@@ -275,7 +275,7 @@ def case_names_are_scoped_by_set() -> None:
         ends = {event.request for event in seen.events if event.kind == "done"}
         names = {f"allreduce 'n'{f' of process set {number}' * (number != 0)}" for number in ids}
         assert names <= ends
-        assert not seen.unfinished()
+        assert not seen.unfinished(), seen.unfinished()
 
 
 def case_sets_may_be_used_in_any_order() -> None:
