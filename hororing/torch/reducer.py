@@ -160,11 +160,8 @@ class Reducer(Passes):
         assert optimizer is not None
         groups = optimizer.param_groups
         params = [param for group in groups for param in group["params"]]
-        if (
-            len(params) == len(self._followed)
-            and all(map(is_, params, self._followed))
-            and not any(param.requires_grad for param in self._frozen)
-        ):
+        same = len(params) == len(self._followed) and all(map(is_, params, self._followed))
+        if same and not any(param.requires_grad for param in self._frozen):
             return self._entries
         held: dict[int, Entry] = {}  # once, also those that a group has twice
         for number, group in enumerate(groups):
