@@ -71,7 +71,7 @@ TimeNs TcpTransport::Silence(int peer) {
 // announces it, too.
 bool TcpTransport::AnnouncesTo(int peer) {
   const int distance = (peer - rank_ + size()) % size();
-  return size() <= options_.eager_ranks || (distance & (distance - 1)) == 0 ||
+  return IsEager(peer, kControl) || (distance & (distance - 1)) == 0 ||
          PeerOf(peer).channels[kControl].begun();
 }
 
@@ -102,7 +102,7 @@ bool TcpTransport::Flush(TimeNs deadline) {
 bool TcpTransport::Close(TimeNs deadline) {
   const auto connected = [](const Peer& peer) { return peer.channels[kControl].begun(); };
   for (int peer = 0; peer < size() && !closing_; ++peer) {
-    if (peer != rank_ && (connected(PeerOf(peer)) || size() <= options_.eager_ranks)) {
+    if (peer != rank_ && (connected(PeerOf(peer)) || IsEager(peer, kControl))) {
       Put(peer, kClose, "");
     }
   }

@@ -45,10 +45,10 @@ Status TcpTransport::Make(int rank, std::vector<std::string> addresses, Socket l
   if (!self.epoll_ || !self.bell_) return Failed("cannot wait for connections");
   HORORING_RETURN_IF_ERROR(self.Watch(self.listener_.fd(), kListener, EPOLLIN | EPOLLET));
   HORORING_RETURN_IF_ERROR(self.Watch(self.bell_.fd(), kBell, EPOLLIN));
-  const bool eager = self.size() <= self.options_.eager_ranks;
-  for (int peer = rank + 1; eager && peer < self.size(); ++peer) {
-    self.StartConnect(peer, kControl);
-    self.StartConnect(peer, kData);
+  for (int peer = rank + 1; peer < self.size(); ++peer) {
+    for (const Plane plane : {kControl, kData}) {
+      if (self.IsEager(peer, plane)) self.StartConnect(peer, plane);
+    }
   }
   *made = std::move(transport);
   return Status::Ok();
@@ -146,11 +146,18 @@ void TcpTransport::AttachToPeer(PendingConnection* pending) {
   Open(hello.rank, plane, &link);
 }
 
+// Whether the lower rank of the two makes this connection at start.
+bool TcpTransport::IsEager(int peer, Plane plane) const {
+  const size_t rank = static_cast<size_t>(peer);
+  return size() <= options_.eager_ranks ||
+         (plane == kControl && rank < options_.here.size() && options_.here[rank]);
+}
+
 // Starts to connect unless there is a connection to send over.
 void TcpTransport::EnsureConnection(int peer, Plane plane) {
   Channel& channel = PeerOf(peer).channels[plane];
   if (channel.sends != nullptr || channel.outgoing.give_up_ns != 0) return;
-  if (size() > options_.eager_ranks) StartConnect(peer, plane);
+  if (!IsEager(peer, plane)) StartConnect(peer, plane);
 }
 
 // Starts to connect, and retries until it succeeds or has taken too long.
@@ -178,8 +185,8 @@ void TcpTransport::Retry() {
       PeerOf(peer).lost = true;
       NoteFailure(Status(Code::kPeerLost,
                          "rank " + std::to_string(peer) + " cannot be reached at " + address +
-                             "; a firewall may block the port, or HORORING_INTERFACE may name "
-                             "the wrong network",
+                             "; its process may be stopped, a firewall may block the port, or "
+                             "HORORING_INTERFACE may name the wrong network",
                          peer));
     } else if (!link.socket && now >= link.retry_ns) {
       link.retry_ns = After(now, kRetryInterval);

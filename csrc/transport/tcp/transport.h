@@ -6,8 +6,9 @@
 //   control_plane.cc  Post, Poll, Sleep, announcements of failures, Close: frames
 //
 // A pair of ranks has one connection for each plane. In a small job the lower rank opens both at
-// start. Otherwise the rank that first needs one opens it; if both do so at once, each sends over
-// its own.
+// start. In a larger one it does so only within a host and for the control plane, since nothing
+// else would show the end of a process there. The others are opened by the rank that first needs
+// one; if both do so at once, each sends over its own.
 //
 // A process that ends closes its connections. The control plane notices a cut network within
 // `silent_ns`, because its connections are always read. Data may stay in a socket for as long as
@@ -42,6 +43,7 @@ struct TcpOptions {
   TimeNs silent_ns = 20 * kSecond;   // a network cut for this long loses the peer
   TimeNs connect_ns = 30 * kSecond;  // the longest time that making a connection may take
   int eager_ranks = 64;              // up to this size, all connections are made at start
+  std::vector<bool> here;            // per rank: is on this host; empty: none is
 };
 
 class TcpTransport final : public Transport {
@@ -119,6 +121,7 @@ class TcpTransport final : public Transport {
   void AcceptAll();
   void AdvanceAccept(std::list<PendingConnection>::iterator pending);
   void AttachToPeer(PendingConnection* pending);
+  bool IsEager(int peer, Plane plane) const;
   void EnsureConnection(int peer, Plane plane);
   void StartConnect(int peer, Plane plane);
   void Open(int peer, Plane plane, Link* link);
