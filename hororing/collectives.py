@@ -12,10 +12,12 @@ Callable from any thread. Only `wait` blocks, in slices, so that Ctrl-C works.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from hororing._core import ffi, lib
 from hororing._tensors import PlainTensors
@@ -43,6 +45,8 @@ ALLGATHER: Final = int(lib.HR_ALLGATHER)
 BROADCAST: Final = int(lib.HR_BROADCAST)
 ALLTOALL: Final = int(lib.HR_ALLTOALL)
 REDUCESCATTER: Final = int(lib.HR_REDUCESCATTER)
+
+T = TypeVar("T")
 
 # Seconds between two checks for Python's signals while waiting.
 WAIT_SLICE_S: Final = 0.2
@@ -247,6 +251,27 @@ def wait(handle: int) -> Any:
         return pending.finish(handle)
     finally:
         lib.hr_release(handle)
+
+
+def wait_and_go_on(handle: int, go_on: Callable[[Any], T]) -> T:
+    """Return `go_on(wait(handle))`: the next steps of a call that the other ranks take as well.
+
+    If Ctrl-C ends the wait, a thread takes them when the request is complete: like a call of one
+    step, this one counts as made.
+    """
+    try:
+        result = wait(handle)
+    except KeyboardInterrupt:
+        threading.Thread(target=_go_on_later, args=(handle, go_on), daemon=True).start()
+        raise
+    return go_on(result)
+
+
+def _go_on_later(handle: int, go_on: Callable[[Any], object]) -> None:
+    with contextlib.suppress(Exception):  # its caller has gone
+        while not poll(handle):  # a wait would report a blocked caller
+            time.sleep(WAIT_SLICE_S)
+        go_on(wait(handle))
 
 
 def result_of(answer: Any) -> Any:

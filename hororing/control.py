@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 from hororing._core import lib
-from hororing.collectives import submit, take_numbers, wait
+from hororing.collectives import submit, take_numbers, wait, wait_and_go_on
 from hororing.names import OPTIMIZER, WORLD_SET, forget_counts
 
 _BARRIER: Final = int(lib.HR_BARRIER)
@@ -19,25 +19,35 @@ _OF_MEMBERS_ALONE: Final = 2  # as the root of _ADD_PROCESS_SET
 
 def barrier(process_set: int = WORLD_SET) -> None:
     """Block until every rank of the set has called `barrier`."""
-    _control(_BARRIER, "barrier.noname", process_set=process_set)
+    wait(_start(_BARRIER, "barrier.noname", process_set=process_set))
 
 
 def join() -> int:
     """Block until every rank has called `join`; return the last one to do so."""
-    last = _control(_JOIN, "join.noname")
-    # Ranks have made different numbers of unnamed calls. All of them are complete, but optimizers
-    # still have the names that they got.
+    handle = _start(_JOIN, "join.noname")
+    # Ranks have made different numbers of unnamed calls. All of them are complete when it returns,
+    # but optimizers still have the names that they got. No call is possible until then, and Ctrl-C
+    # may end this one.
     forget_counts(lambda verb, _: verb != OPTIMIZER)
-    return last
+    return int(wait(handle))
 
 
-def add_process_set(ranks: Sequence[int], *, internal: bool = False) -> int:
-    """Return the id of a new set. All ranks call it. Internal ones may be duplicates."""
+def add_process_set(
+    ranks: Sequence[int], then: Callable[[int], None], *, internal: bool = False
+) -> None:
+    """Add a set, and call `then` with its id. All ranks call it. Internal ones may be duplicates.
+
+    After Ctrl-C, another thread calls `then`.
+    """
+
+    def go_on(added: int) -> None:
+        # The id may be that of an earlier set, in which other ranks have called.
+        forget_counts(lambda _, process_set: process_set == added)
+        then(added)
+
     name = "add_process_set.noname"
-    added = _control(_ADD_PROCESS_SET, name, integers=ranks, root=int(internal))
-    # The id may be that of an earlier set, in which other ranks have called.
-    forget_counts(lambda _, process_set: process_set == added)
-    return added
+    handle = _start(_ADD_PROCESS_SET, name, integers=ranks, root=int(internal))
+    wait_and_go_on(handle, go_on)
 
 
 def start_adding_process_set(ranks: Sequence[int]) -> int:
@@ -63,22 +73,30 @@ def start_barrier(name: str, process_set: int, *, blocking: bool) -> int:
 def check_engine() -> None:
     """Raise the error of a request made now, if the engine has ended or failed."""
     if lib.hr_state_now() != lib.HR_STATE_RUNNING:
-        _control(_BARRIER, "barrier.check")
+        wait(_start(_BARRIER, "barrier.check"))
 
 
-def remove_process_set(process_set: int) -> bool:
-    """Return whether the set existed. All ranks call it."""
-    return bool(_control(_REMOVE_PROCESS_SET, "remove_process_set.noname", root=process_set))
+def remove_process_set(process_set: int, then: Callable[[], None]) -> bool:
+    """Return whether the set existed, and call `then` before. All ranks call it.
+
+    After Ctrl-C, another thread calls `then`.
+    """
+
+    def go_on(existed: int) -> bool:
+        then()
+        return bool(existed)
+
+    handle = _start(_REMOVE_PROCESS_SET, "remove_process_set.noname", root=process_set)
+    return wait_and_go_on(handle, go_on)
 
 
-def _control(collective: int, name: str, **arguments: Any) -> int:
-    """Run a request without tensors, and return the number that is its result, if any.
+def _start(collective: int, name: str, **arguments: Any) -> int:
+    """Start a request without tensors. Its result is a number, 0 for a barrier.
 
     It has a fixed name: such requests match in the order of the calls, whatever else ranks count.
     """
     finish = partial(_number, collective != _BARRIER)
-    handle = submit(collective, name, (), keep=None, finish=finish, blocking=True, **arguments)
-    return int(wait(handle))
+    return submit(collective, name, (), keep=None, finish=finish, blocking=True, **arguments)
 
 
 def _number(has_one: bool, handle: int) -> int:

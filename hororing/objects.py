@@ -1,13 +1,14 @@
 """Sends any Python object to all ranks, or from all ranks, with cloudpickle.
 
-Sizes are sent first, as int64, then the payload as bytes. Without `name` all ranks use one
-default name, whatever types their objects have.
+A broadcast sends the size first, as int64, then the payload as bytes; an allgather sends both as
+one request. Without `name` all ranks use one default name, whatever types their objects have.
 """
 
 from __future__ import annotations
 
 import array
-from typing import Any
+import struct
+from typing import Any, Final
 
 import cloudpickle
 
@@ -16,8 +17,9 @@ from hororing.collectives import DTYPES, View
 from hororing.names import default_name, extended
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 
+_SIZE: Final = struct.Struct("<q")
 # A rank whose object cannot be pickled sends this instead of a size, so that no rank waits for it.
-_CANNOT_PICKLE = -1
+_CANNOT_PICKLE: Final = -1
 
 
 def broadcast_object(
@@ -48,15 +50,22 @@ def broadcast_object(
     is_root = runtime.rank() == root_rank
     payload, failure = _dump(obj) if is_root else (bytearray(), None)
     size = array.array("q", [_CANNOT_PICKLE if failure else len(payload)])
-    _broadcast(size, "int64", 1, root_rank, extended(name, ".sz"), members)
-    if failure is not None:
-        raise failure
-    if size[0] == _CANNOT_PICKLE:
-        raise ValueError(f"broadcast_object '{name}': rank {root_rank} cannot pickle its object")
-    if not is_root:
-        payload = bytearray(size[0])
-    _broadcast(payload, "uint8", size[0], root_rank, f"{name}.t", members)
-    return obj if is_root else cloudpickle.loads(payload)
+
+    def send_payload(_: None) -> Any:
+        if failure is not None:
+            raise failure
+        if size[0] == _CANNOT_PICKLE:
+            raise ValueError(
+                f"broadcast_object '{name}': rank {root_rank} cannot pickle its object"
+            )
+        buffer = payload if is_root else bytearray(size[0])
+        collectives.wait(
+            _start_broadcast(buffer, "uint8", size[0], root_rank, f"{name}.t", members)
+        )
+        return obj if is_root else cloudpickle.loads(buffer)
+
+    started = _start_broadcast(size, "int64", 1, root_rank, extended(name, ".sz"), members)
+    return collectives.wait_and_go_on(started, send_payload)
 
 
 def allgather_object(
@@ -78,25 +87,25 @@ def allgather_object(
     members = check_member(process_set, "allgather_object")
     name = default_name("allgather_object", members) if name is None else name
     payload, failure = _dump(obj)
-    mine = array.array("q", [_CANNOT_PICKLE if failure else len(payload)])
-    sizes_name = extended(name, ".sz")
-    sizes = array.array("q", bytes(_allgather(mine, "int64", 1, sizes_name, members)))
+    payload[:0] = _SIZE.pack(_CANNOT_PICKLE if failure else len(payload))
+    gathered = memoryview(_allgather(payload, extended(name, ".t"), members))
     if failure is not None:
         raise failure
-    broken = [
-        rank for rank, size in zip(process_set.ranks, sizes, strict=True) if size == _CANNOT_PICKLE
-    ]
+    objects, broken, begin = [], [], 0
+    for rank in process_set.ranks:
+        (size,) = _SIZE.unpack_from(gathered, begin)
+        begin += _SIZE.size
+        if size == _CANNOT_PICKLE:
+            broken.append(rank)
+        else:
+            objects.append(gathered[begin : begin + size])
+            begin += size
     if broken:
         raise ValueError(
             f"allgather_object '{name}': rank{'s' if broken[1:] else ''} "
             f"{', '.join(map(str, broken))} cannot pickle their object"
         )
-    gathered = memoryview(_allgather(payload, "uint8", len(payload), f"{name}.t", members))
-    objects, begin = [], 0
-    for size in sizes:
-        objects.append(cloudpickle.loads(gathered[begin : begin + size]))
-        begin += size
-    return objects
+    return [cloudpickle.loads(each) for each in objects]
 
 
 def _dump(obj: Any) -> tuple[bytearray, BaseException | None]:
@@ -106,27 +115,24 @@ def _dump(obj: Any) -> tuple[bytearray, BaseException | None]:
         return bytearray(), error
 
 
-def _broadcast(
+def _start_broadcast(
     buffer: Any, dtype: str, count: int, root_rank: int, name: str, members: int
-) -> None:
+) -> int:
     address = collectives.address_of(buffer)
-    view = View(address, address, DTYPES[dtype], (count,))
-    collectives.wait(
-        collectives.submit(
-            collectives.BROADCAST,
-            name,
-            [view],
-            keep=buffer,
-            finish=_return_none,
-            process_set=members,
-            root=root_rank,
-            blocking=True,
-        )
+    return collectives.submit(
+        collectives.BROADCAST,
+        name,
+        [View(address, address, DTYPES[dtype], (count,))],
+        keep=buffer,
+        finish=_return_none,
+        process_set=members,
+        root=root_rank,
+        blocking=True,
     )
 
 
-def _allgather(buffer: Any, dtype: str, count: int, name: str, members: int) -> Any:
-    view = View(collectives.address_of(buffer), 0, DTYPES[dtype], (count,))
+def _allgather(buffer: bytearray, name: str, members: int) -> Any:
+    view = View(collectives.address_of(buffer), 0, DTYPES["uint8"], (len(buffer),))
     return collectives.wait(
         collectives.submit(
             collectives.ALLGATHER,

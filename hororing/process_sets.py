@@ -122,9 +122,14 @@ def register(process_set: ProcessSet | Sequence[int], *, internal: bool = False)
     job.topology()
     if process_set.process_set_id is not None:
         raise ValueError(f"attempted to add a duplicate process set: {process_set} is registered")
-    process_set.process_set_id = control.add_process_set(process_set.ranks, internal=internal)
-    process_set.generation = membership.generation()
-    _registered[process_set.process_set_id] = process_set
+    generation = membership.generation()
+
+    def added(number: int) -> None:
+        process_set.generation = generation
+        process_set.process_set_id = number
+        _registered[number] = process_set
+
+    control.add_process_set(process_set.ranks, added, internal=internal)
     return process_set
 
 
@@ -240,12 +245,14 @@ def unregister(process_set: ProcessSet) -> bool:
     process_set_id = process_set.process_set_id
     if process_set_id in (None, WORLD_SET):
         return False
-    removed = control.remove_process_set(process_set_id)
-    _registered.pop(process_set_id, None)
-    for each in (process_set, *_adopted):
-        if each.process_set_id == process_set_id:
-            each.process_set_id = None
-    return removed
+
+    def removed() -> None:
+        _registered.pop(process_set_id, None)
+        for each in (process_set, *_adopted):
+            if each.process_set_id == process_set_id:
+                each.process_set_id = None
+
+    return control.remove_process_set(process_set_id, removed)
 
 
 def ids_and_ranks() -> dict[int, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -113,6 +114,66 @@ def case_compressed_gradients_may_be_waited_for_again() -> None:
 
 def case_grouped_gradients_may_be_waited_for_again() -> None:
     check_optimizer("grouped", num_groups=2)
+
+
+def interrupted_alone(call: Callable[[], Any]) -> Any:
+    """Call; rank 0 is interrupted while it waits, before the other ranks call. Return the result.
+
+    None on rank 0.
+    """
+    if hvd.rank() > 0:
+        hvd.barrier()
+        return call()
+    assert interrupted(call, 1, collectives.block_until_complete)
+    hvd.barrier()
+    return None
+
+
+def case_an_interrupted_call_of_several_steps_counts_as_made() -> None:
+    """The others get their results, and the calls after it match."""
+    hvd.shutdown()
+    hvd.init(process_sets="dynamic")
+    rank, both = hvd.rank(), list(range(hvd.size()))
+    for name in (None, "named"):
+        gathered = interrupted_alone(lambda name=name: hvd.allgather_object(rank, name))
+        assert gathered == (both if rank else None)
+        for root in both:
+            named = name and f"{name}.{root}"
+            sent = interrupted_alone(
+                lambda root=root, named=named: hvd.broadcast_object(str(rank), root, named)
+            )
+            assert sent == (str(root) if rank else None)
+        assert hvd.allgather_object(rank) == both
+        assert hvd.broadcast_object(rank, 1) == 1
+    added = hvd.ProcessSet(both[:1])
+    interrupted_alone(lambda: hvd.add_process_set(added))
+    while added.process_set_id is None:
+        time.sleep(0.01)
+    assert hvd.allgather_object(added.process_set_id) == [added.process_set_id] * len(both)
+    interrupted_alone(lambda: hvd.remove_process_set(added))
+    while added.process_set_id is not None:
+        time.sleep(0.01)
+    hvd.barrier()
+    assert not hvd.remove_process_set(added)
+
+
+def case_ranks_count_alike_after_an_interrupted_join() -> None:
+    if hvd.rank() == 0:
+        handle = hvd.allreduce_async(torch.ones(1), op=hvd.Sum)
+        assert interrupted(hvd.join, 1, collectives.block_until_complete)
+        while True:
+            try:
+                hvd.barrier()
+                break
+            except ValueError:  # not everybody has joined
+                time.sleep(0.01)
+        assert hvd.synchronize(handle).item() == hvd.size()
+    else:
+        for _ in range(3):
+            hvd.allreduce(torch.ones(1), op=hvd.Sum)
+        hvd.join()
+        hvd.barrier()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
 test_case = session.on_ranks(globals(), 2, push=[2], session="torch")
