@@ -68,7 +68,7 @@ class Distributed(torch.optim.Optimizer):
         self.weight = weight
 
     def _start_reducing(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        settings, params = self._settings, parameters(self)
+        settings, params = self._current_settings(), parameters(self)
         self._reducer = self._reducer_type(
             settings.options,
             self.backward_passes_per_step,
@@ -101,8 +101,24 @@ class Distributed(torch.optim.Optimizer):
     def _copied(self, state: dict[str, Any]) -> Distributed:
         """Return a distributed optimizer of the same kind. `state` contains its parameters."""
         made = type(self).__new__(type(self))
+        made._settings = self._current_settings()
         made.__setstate__(state)
         return made
+
+    def _current_settings(self) -> Settings:
+        """The settings by the positions of today: parameters may have been removed or added."""
+        settings, known = self._settings, self._parameter_names
+        names = [
+            known.get(param, f"{settings.prefix}.{number}.{index}")
+            for number, group in enumerate(self.param_groups)
+            for index, param in enumerate(group["params"])
+        ]
+        position_of = {name: position for position, name in enumerate(names)}
+        groups = [
+            tuple(position_of[name] for at in group if (name := settings.names[at]) in position_of)
+            for group in settings.groups
+        ]
+        return settings._replace(names=tuple(names), groups=tuple(filter(None, groups)))
 
     # -- attributes that scripts written for Horovod read ---------------------------------------
 
@@ -122,7 +138,7 @@ class Distributed(torch.optim.Optimizer):
     def _groups(self) -> list[list[torch.Tensor]] | None:
         """The parameters of each group; None without groups."""
         params = parameters(self)
-        return [[params[at] for at in group] for group in self._settings.groups] or None
+        return [[params[at] for at in group] for group in self._current_settings().groups] or None
 
     # ---------------------------------------------------------------------------------------------
 

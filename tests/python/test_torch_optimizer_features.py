@@ -685,6 +685,13 @@ def case_parameters_may_leave_an_optimizer_or_move_to_another():
             newer.step()
             model.zero_grad()
         assert_equal_on_all_ranks(*model.parameters())
+        assert older._groups is None
+        left = [id(param) for group in newer._groups or [] for param in group]
+        assert left == ([id(param) for param in second] if "groups" in options else [])
+        model, newer = copy.deepcopy((model, newer))
+        for _ in range(options.get("backward_passes_per_step", 1)):
+            outputs_squared(model, inputs + hvd.rank()).backward()
+        assert_equal_on_all_ranks(*(param.grad for param in model[2].parameters()))
 
 
 # ---------------------------------------------------------------------------------------------
