@@ -30,7 +30,8 @@ def broadcast_parameters(
     Raises
     ------
     ValueError : not one of these; a generator such as ``model.named_parameters()`` must be made
-        a list. A name that occurs twice. On every rank: when ranks do not hold the same names.
+        a list. A name that occurs twice. On every rank: when ranks do not hold the same names, or
+        one of them has raised an error here.
     TypeError : a value is not a tensor; use `broadcast_object` for it.
 
     Examples
@@ -57,22 +58,30 @@ def broadcast_from(root_rank: int) -> Send:
 
 def send_parameters(params: Any, send: Send) -> None:
     """Like `broadcast_parameters`, with another way to send."""
-    named = _named(params)
+    named: list[tuple[str, torch.Tensor]] = []
+    failure = None
+    try:
+        named = _named(params)
+        _check(named)
+    except (TypeError, ValueError) as error:  # raised when the other ranks know
+        failure = error
+    _check_same_names([name for name, _ in named], failure)
+    send(named)
+
+
+def _check(named: Sequence[tuple[str, Any]]) -> None:
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"broadcast_parameters: '{name}' is not a tensor but {type(tensor).__name__}; "
                 "leave it out and send it with broadcast_object"
             )
-        # Before any is sent.
         verbs.adapter.check(tensor, f"broadcast_parameters of '{name}'")
         verbs.adapter.check_writable(tensor, f"broadcast_parameters of '{name}'")
     counts = Counter(name for name, _ in named)
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise ValueError(f"broadcast_parameters: the name '{twice[0]}' occurs more than once")
-    _check_same_names([name for name, _ in named])
-    send(named)
 
 
 def _named(params: Any) -> list[tuple[str, Any]]:
@@ -89,13 +98,22 @@ def _named(params: Any) -> list[tuple[str, Any]]:
     )
 
 
-def _check_same_names(names: list[str]) -> None:
-    """Raise an error that lists the names by rank, instead of waiting for a missing tensor."""
-    digest = zlib.crc32("\n".join(names).encode("utf-8", "backslashreplace"))
+def _check_same_names(names: list[str], failure: Exception | None) -> None:
+    """Raise an error that lists the names by rank, instead of waiting for a missing tensor.
+
+    `failure`: why this rank cannot take part; it is raised here, and the other ranks name it.
+    """
+    digest = -1 if failure else zlib.crc32("\n".join(names).encode("utf-8", "backslashreplace"))
     digests = verbs.allgather(torch.tensor([digest]), "broadcast_parameters.names")
-    if bool((digests == digests[0]).all()):
+    if failure is None and bool((digests == digest).all()):
         return
-    by_rank = [set(other) for other in allgather_object(names, "broadcast_parameters.names")]
+    told = allgather_object((names, failure and str(failure)), "broadcast_parameters.names")
+    if failure is not None:
+        raise failure
+    for index, (_, text) in enumerate(told):
+        if text is not None:
+            raise ValueError(f"broadcast_parameters: rank {index} cannot take part: {text}")
+    by_rank = [set(other) for other, _ in told]
     everywhere = set.intersection(*by_rank)
     extra = "; ".join(
         f"rank {index}: {sorted(held - everywhere)}"

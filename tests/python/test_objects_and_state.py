@@ -253,6 +253,12 @@ def case_parameters_that_differ() -> None:
         assert "shared" not in str(caught.value)
         assert len(set(hvd.allgather_object(str(caught.value)))) == 1
         assert named["shared"].tolist() == [rank] * 2
+    expanded = torch.zeros(1).expand(3)
+    for wrong, text in (({"a": expanded}, "expanded"), ({"a": 3}, "int"), (iter(()), "generator")):
+        kind = TypeError if rank == 1 and text == "int" else ValueError
+        with pytest.raises(kind, match=text) as raised:
+            hvd.broadcast_parameters(wrong if rank == 1 else {"a": torch.zeros(3)}, 0)  # type: ignore[arg-type]
+        assert ("rank 1 cannot" in str(raised.value)) is (rank != 1)
     pairs = [("a", torch.ones(1)), ("b", torch.ones(1))]
     with pytest.raises(ValueError, match="their order differs"):
         hvd.broadcast_parameters(pairs if rank else pairs[::-1], 0)
