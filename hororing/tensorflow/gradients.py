@@ -71,13 +71,14 @@ def variable_name(variable: Any) -> str:
 def unique_names(prefix: str, sources: Iterable[Any]) -> list[str]:
     """Names of requests for `sources`, in their order, equal on all ranks that have the same.
 
-    Omits the numbers that Keras gives layers. They differ if a rank has made more layers, for
-    example by loading a model.
+    Omits the numbers that Keras gives layers, also within the name of an optimizer's variable
+    (``adam/dense_1_kernel_velocity``). They differ if a rank has made more layers, for example by
+    loading a model.
     """
     seen: Counter[str] = Counter()
     names: dict[str, None] = {}
     for source in sources:
-        plain = name = re.sub(r"_\d+(?=/|$)", "", variable_name(source))
+        plain = name = re.sub(r"_\d+(?=[_/]|$)", "", variable_name(source))
         while name in names:  # perhaps of a variable that is named like this
             seen[plain] += 1
             name = f"{plain}.{seen[plain] + 1}"

@@ -444,6 +444,13 @@ def case_layers_may_have_other_numbers_on_each_rank() -> None:
     layers = [tf.Variable([1.0 + number], name=f"dense_{number + at}/kernel") for at in range(3)]
     hvd.broadcast_variables(layers, root_rank=0)
     assert [float(each[0]) for each in layers] == [1.0, 1.0, 1.0]
+    # Optimizers of Keras name their variables after the path of a layer's.
+    slots = [
+        tf.Variable([1.0 + number], name=f"adam/dense_{number + at}_bias_velocity")
+        for at in range(3)
+    ]
+    hvd.broadcast_variables(slots, root_rank=0)
+    assert [float(each[0]) for each in slots] == [1.0, 1.0, 1.0]
     with tf.GradientTape() as tape:
         loss = tf.add_n([tf.reduce_sum((at + 1.0) * each) for at, each in enumerate(layers)])
     found = hvd.DistributedGradientTape(tape).gradient(loss, layers)
