@@ -122,6 +122,25 @@ def test_a_host_whose_ranks_are_all_late_is_named(tmp_path):
     assert found.predicted == {}  # too few steps
 
 
+def test_waits_within_a_step_do_not_hide_who_is_late(tmp_path):
+    events, now = [], 5.0
+    for step in range(41):
+        arrivals = now + 0.1 + np.array([0, 0, 0.3, 0])
+        for i, tensor in enumerate(TENSORS):  # gradients: nobody waits between them
+            events += [(rank, at - 0.02 + 0.01 * i, tensor, {}) for rank, at in enumerate(arrivals)]
+        # backward() has waited for all of them
+        arrivals = arrivals.max() + 0.001 + np.array([0, 0.02 * (step % 2), 0, 0])
+        events += [(rank, at, "loss", {}) for rank, at in enumerate(arrivals)]
+        now = arrivals.max()
+    found = diagnose(read_timeline(write(tmp_path / "t", ["h"] * 4, events)))
+    assert (found.persistent, found.random) == ([2], [1])
+    assert (found.ranks[2].late_steps, found.ranks[1].late_steps) == (40, 20)
+    assert found.ranks[2].behind_s == pytest.approx(0.3)
+    assert found.ranks[1].behind_s == pytest.approx(0.02)
+    assert found.ranks[0].waited_s == pytest.approx(40 * 0.3 + 20 * 0.02)
+    assert found.lost_s == pytest.approx(40 * 0.3)
+
+
 def test_no_stragglers_are_no_stragglers(tmp_path):
     jitter = np.random.default_rng(1).random((50, 4)) * 0.004
     found = diagnose(read_timeline(write(tmp_path / "t", ["h"] * 4, synchronous(jitter))))

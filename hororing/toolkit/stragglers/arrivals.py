@@ -17,6 +17,8 @@ Array = NDArray[np.float64]
 # Unnamed calls are counted (hororing/names.py); without the number, names repeat in every step.
 _COUNTED = re.compile(r"\.noname\.\d+")
 
+LEAST_S = 1e-3  # no rank is late by less
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -98,14 +100,15 @@ def read_timeline(path: str | os.PathLike[str]) -> Recording:
     return Recording([hosts[rank] for rank in range(len(hosts))], collectives)
 
 
-def steps(collectives: list[Collective]) -> Array:
-    """When each rank had submitted the last tensor of each step: (steps, ranks), in seconds.
+def steps(collectives: list[Collective]) -> list[list[Array]]:
+    """When each rank had submitted the last tensor of each step, in seconds, (ranks,).
 
-    A step of a process set ends where a name repeats. The steps of all sets are ordered by the time
-    at which their last rank arrived.
+    A step of a process set ends where a name repeats. It has several parts if ranks wait within it,
+    such as for their gradients and then for an averaged loss. The steps of all sets are ordered by
+    the time at which their last rank arrived.
     """
-    rows: list[Array] = []
-    last: dict[int, Array] = {}  # the current step of each process set
+    rows: list[list[Array]] = []
+    last: dict[int, list[Array]] = {}  # the current step of each process set
     seen: defaultdict[int, set[str]] = defaultdict(set)
     for collective in collectives:
         names, number = seen[collective.process_set], collective.process_set
@@ -113,8 +116,24 @@ def steps(collectives: list[Collective]) -> Array:
             rows.append(last.pop(number))
             names.clear()
         names.add(collective.name)
-        # A rank that takes part in some of a step's collectives only has joined.
-        last[number] = np.fmax(last.get(number, collective.arrivals), collective.arrivals)
+        parts = last.setdefault(number, [])
+        if not parts or _waited(parts[-1], collective.arrivals):
+            parts.append(collective.arrivals)
+        else:
+            # A rank that takes part in some of a step's collectives only has joined.
+            parts[-1] = np.fmax(parts[-1], collective.arrivals)
     rows += last.values()
-    rows.sort(key=lambda row: float(np.nanmax(row)))
-    return np.array(rows) if rows else np.zeros((0, 0))
+    rows.sort(key=lambda parts: float(np.nanmax(parts[-1])))
+    return rows
+
+
+def _waited(before: Array, after: Array) -> bool:
+    """Whether ranks waited for the last one before they submitted the next tensor.
+
+    They were all silent until it arrived, and it has made up for its delay since. A rank that is
+    late with one gradient and waits for nobody is late with the next one, too.
+    """
+    behind = before - np.nanmin(before)
+    late = np.nanargmax(behind)
+    silent = bool(np.nanmin(after) >= before[late])
+    return silent and behind[late] > LEAST_S and after[late] - np.nanmin(after) < behind[late] / 2

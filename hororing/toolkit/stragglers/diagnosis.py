@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hororing.toolkit.stragglers.arrivals import Recording, steps
+from hororing.toolkit.stragglers.arrivals import LEAST_S, Recording, steps
 from hororing.toolkit.stragglers.simulator import replay
 
 Array = NDArray[np.float64]
@@ -23,7 +23,6 @@ MANY_SHARE = 0.2
 NOISE_SHARE = 0.01
 # So few steps make no prediction.
 _MIN_STEPS = 20
-_MIN_TOLERANCE_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -153,9 +152,9 @@ def diagnose(recording: Recording, tolerance_s: float | None = None) -> Diagnosi
     """Compare when the ranks arrive at the collectives of each step.
 
     A rank arrives at a step when it has submitted its last tensor of it. It is late when it took
-    more than `tolerance_s` longer than half of the ranks since it was last free, so that a rank is
-    not blamed for one that it had to wait for in another process set. The first step of each rank,
-    whose beginning is unknown, does not count.
+    more than `tolerance_s` longer than half of the ranks, without the time in which it waited for
+    others, within the step or in another process set. The first step of each rank, whose beginning
+    is unknown, does not count.
 
     Parameters
     ----------
@@ -168,8 +167,8 @@ def diagnose(recording: Recording, tolerance_s: float | None = None) -> Diagnosi
     """
     rows = steps(recording.collectives)
     size = len(recording.hosts)
-    ends = np.nanmax(rows, axis=1) if len(rows) else np.zeros(0)
-    own = _own_times(rows, ends)
+    ends = [float(np.nanmax(parts[-1])) for parts in rows]
+    own, waits = _own_times(rows, size)
     if not np.isfinite(own).any():
         raise ValueError(
             f"{_counted(len(rows), 'step')} of {_counted(size, 'rank')} were recorded; finding "
@@ -179,13 +178,12 @@ def diagnose(recording: Recording, tolerance_s: float | None = None) -> Diagnosi
     typical = _lower_median(own)
     behind = own - typical[:, None]
     if tolerance_s is None:
-        tolerance_s = max(_MIN_TOLERANCE_S, 0.1 * float(np.nanmedian(typical)))
+        tolerance_s = max(LEAST_S, 0.1 * float(np.nanmedian(typical)))
     late = behind > tolerance_s
-    waits = np.where(np.isfinite(own), ends[:, None] - rows, 0.0)
     blame = np.where(late, behind, 0.0)
     blame /= np.maximum(blame.sum(axis=1, keepdims=True), 1e-12)
     waited_for = (blame * waits.sum(axis=1, keepdims=True)).sum(axis=0)
-    seconds = float(ends[-1] - ends[0])
+    seconds = ends[-1] - ends[0]
     reports = []
     for rank in range(size):
         count = int(np.count_nonzero(np.isfinite(own[:, rank])))
@@ -219,15 +217,19 @@ def diagnose(recording: Recording, tolerance_s: float | None = None) -> Diagnosi
     )
 
 
-def _own_times(rows: Array, ends: Array) -> Array:
-    """Seconds from each rank's release to its arrival, NaN if unknown."""
-    free = np.full(rows.shape[1], np.nan)
-    own = np.full_like(rows, np.nan)
-    for step, row in enumerate(rows):
-        here = np.isfinite(row)
-        own[step] = np.maximum(row - free, 0.0)  # NaN stays
-        free[here] = ends[step]
-    return own
+def _own_times(rows: list[list[Array]], size: int) -> tuple[Array, Array]:
+    """Seconds that each rank took for each step, NaN if unknown; that it waited for others."""
+    free = np.full(size, np.nan)
+    own = np.full((len(rows), size), np.nan)
+    waits = np.zeros_like(own)
+    for step, parts in enumerate(rows):
+        own[step, np.isfinite(parts).any(axis=0)] = 0.0
+        for arrivals in parts:
+            here, end = np.isfinite(arrivals), np.nanmax(arrivals)
+            own[step, here] += np.maximum(arrivals - free, 0.0)[here]  # NaN stays
+            waits[step, here] += end - arrivals[here]
+            free[here] = end
+    return own, np.where(np.isfinite(own), waits, 0.0)
 
 
 def _lower_median(own: Array) -> Array:
