@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from hororing import arguments, membership, runtime
 from hororing.arguments import Adasum, Average
@@ -93,10 +94,17 @@ def check_reduction(
     """
     arguments.check_op(op)
     check_compression(compression)
+    if isinstance(predivide, str) or not hasattr(predivide, "__float__"):
+        raise TypeError(
+            f"{what}: gradient_predivide_factor must be a number, not {type(predivide).__name__} "
+            f"({predivide!r})"
+        )
     if predivide != 1.0 and op != Average:
         raise ValueError(f"{what}: gradient_predivide_factor is for op=Average only; leave it out")
-    if not predivide > 0:
-        raise ValueError(f"{what}: gradient_predivide_factor={predivide} must be positive")
+    if not 0 < predivide < math.inf:
+        raise ValueError(
+            f"{what}: gradient_predivide_factor={predivide} must be positive and finite"
+        )
     runtime.size()  # raises before `init`
     members: int | None = getattr(process_set, "process_set_id", None)
     if members is None or process_set.included():
@@ -109,17 +117,20 @@ def check_reduction(
 def choose_groups(
     what: str, num_groups: int, groups: int | Sequence[Sequence[Any]] | None
 ) -> int | Sequence[Sequence[Any]] | None:
-    """Combine `groups` and its deprecated form."""
-    if num_groups == 0:
+    """Combine `groups` and its deprecated form. A number is an int then."""
+    if num_groups != 0:
+        warnings.warn(
+            "parameter `num_groups` is deprecated; use `groups`",
+            DeprecationWarning,
+            stacklevel=arguments.frames_to_script(),
+        )
+        if groups is not None:
+            raise ValueError(f"{what}: num_groups and groups exclude each other; use groups")
+        groups = num_groups
+    try:
+        return groups if isinstance(groups, bool) else operator.index(cast(int, groups))
+    except TypeError:
         return groups
-    warnings.warn(
-        "parameter `num_groups` is deprecated; use `groups`",
-        DeprecationWarning,
-        stacklevel=arguments.frames_to_script(),
-    )
-    if groups is not None:
-        raise ValueError(f"{what}: num_groups and groups exclude each other; use groups")
-    return num_groups
 
 
 def checked_passes(passes: int) -> int:

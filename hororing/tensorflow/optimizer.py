@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hororing.arguments import Adasum, Average
+from hororing.arguments import Adasum, Average, check_text
 from hororing.compression import Compressor, NoneCompressor
 from hororing.optimizer_settings import WithoutWeight
 from hororing.process_sets import ProcessSet, global_process_set
@@ -81,6 +81,8 @@ def DistributedOptimizer(
     >>> optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     """
     check_devices(device_dense, device_sparse)
+    if name is not None:
+        check_text("name", name)
     options: dict[str, Any] = {
         "compression": compression, "sparse_as_dense": sparse_as_dense, "op": op,
         "gradient_predivide_factor": gradient_predivide_factor, "num_groups": num_groups,

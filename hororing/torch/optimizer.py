@@ -184,7 +184,7 @@ def checked_names(
     """Return the pairs, if they name all of `params` once; ValueError otherwise."""
     if named_parameters is None:
         return None
-    named = list(named_parameters)
+    named = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in named):
         raise ValueError(
             "named_parameters must be (name, parameter) pairs, usually model.named_parameters()"
@@ -221,6 +221,8 @@ def _positions(
         count = min(groups, len(live))
         bounds = [index * len(live) // count for index in range(count)] + [len(live)]
         return tuple(tuple(live[begin:end]) for begin, end in itertools.pairwise(bounds))
+    if not isinstance(groups, Iterable):
+        raise ValueError(f"groups={groups!r} must be a positive number or lists of parameters")
     position_of = {id(param): position for position, param in enumerate(params)}
     result, seen = [], set()
     for number, group in enumerate(groups):

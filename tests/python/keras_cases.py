@@ -605,6 +605,7 @@ def case_wrong_use():
         (TypeError, "backward_passes_per_step", {"backward_passes_per_step": 2.5}),
         (ValueError, "op=Average only", {"gradient_predivide_factor": 2.0, "op": hvd.Sum}),
         (ValueError, "must be positive", {"gradient_predivide_factor": -1.0}),
+        (TypeError, "predivide_factor must be a number", {"gradient_predivide_factor": "2"}),
         (ValueError, "exclude each other", {"num_groups": 2, "groups": 2}),
         (ValueError, "at least 1", {"groups": 0}),
         (ValueError, "non-empty lists of variables", {"groups": [[]]}),

@@ -312,6 +312,7 @@ def case_wrong_arguments_are_told() -> None:
     for error, options, text in (
         (ValueError, {"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "op=Average only"),
         (ValueError, {"gradient_predivide_factor": 0.0}, "positive"),
+        (TypeError, {"gradient_predivide_factor": None}, "must be a number"),
         (ValueError, {"groups": 0}, "at least 1"),
         (ValueError, {"groups": [variable]}, "list of lists"),
         (ValueError, {"groups": [[variable], [variable]]}, "more than once"),
@@ -329,6 +330,8 @@ def case_wrong_arguments_are_told() -> None:
         hvd.DistributedGradientTape(tape, num_groups=2)
     with pytest.raises(ValueError, match="optimizer of Keras"):
         hvd.DistributedOptimizer(object())
+    with pytest.raises(TypeError, match="name must be a str"):
+        hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), name=3)
 
 
 def case_wrong_arguments_are_told_by_the_same_exceptions_while_functions_are_traced() -> None:

@@ -830,7 +830,12 @@ def case_bad_arguments_are_refused_before_anything_is_changed():
         ({"named_parameters": params}, ValueError, r"\(name, parameter\) pairs"),
         ({"named_parameters": dict(named)}, ValueError, "pairs"),
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, ValueError, "op=Average only"),
+        ({"named_parameters": 3}, ValueError, "pairs"),
         ({"gradient_predivide_factor": 0.0}, ValueError, "must be positive"),
+        ({"gradient_predivide_factor": float("inf")}, ValueError, "must be positive and finite"),
+        ({"gradient_predivide_factor": "2"}, TypeError, "predivide_factor must be a number"),
+        ({"groups": 2.5}, ValueError, "groups=2.5 must be a positive number"),
+        ({"num_groups": 2.5}, ValueError, "groups=2.5 must be a positive number"),
         ({"op": 17}, ValueError, "17"),
         ({"backward_passes_per_step": 0}, ValueError, "at least 1"),
         ({"groups": 0}, ValueError, "positive number"),
@@ -849,6 +854,10 @@ def case_bad_arguments_are_refused_before_anything_is_changed():
         assert not any(param._post_accumulate_grad_hooks for param in params)
     with pytest.raises(TypeError, match="not Linear"):
         hvd.DistributedOptimizer(model[0])
+    counted = hvd.DistributedOptimizer(sgd(params), groups=torch.tensor(2))
+    assert len(counted._groups or []) == 2
+    del counted
+    gc.collect()
     optimizer = hvd.DistributedOptimizer(sgd(params), named)
     with pytest.raises(ValueError, match="wrap it once"):
         hvd.DistributedOptimizer(optimizer)
