@@ -291,6 +291,10 @@ def _check_ranks(ranks: Mapping[str, int]) -> None:
                 f"{_PREFIX}{rank}={ranks[rank]} contradicts {_PREFIX}{size}={ranks[size]}: ranks "
                 "count from 0"
             )
+    if ranks.get("SIZE", 0) > protocol.MAX_RANKS:
+        raise ValueError(
+            f"{_PREFIX}SIZE={ranks['SIZE']}: a job has at most {protocol.MAX_RANKS} ranks"
+        )
     if "LOCAL_SIZE" in ranks and "SIZE" not in ranks:
         raise _missing_variable("LOCAL_SIZE", "SIZE")
     for local, name in (("LOCAL_RANK", "RANK"), ("LOCAL_SIZE", "SIZE")):

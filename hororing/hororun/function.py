@@ -100,7 +100,7 @@ def run(
     RunError : a rank raised an exception (which is the cause, if it can be pickled), was killed, or
         cannot be started; the other ranks have been ended. In an elastic job: it cannot continue;
         `rank` is then the number of a process.
-    TypeError : `func` or its arguments cannot be pickled.
+    TypeError : `func` or its arguments cannot be pickled; or a variable of `env` is None.
     ValueError : numbers that do not fit, or an argument that cannot be satisfied; or this process
         is a rank itself.
     OSError : `hostfile` or `output_filename` cannot be opened.
@@ -127,7 +127,7 @@ def run(
         rsh = None if rsh_agent is None else shlex.split(rsh_agent)
     except ValueError as error:
         raise ValueError(f"run: rsh_agent={rsh_agent!r}: {error}") from None
-    given = {name: str(text) for name, text in (env or {}).items()}
+    given = start.given(env)
     if network_interface or network_interfaces:
         given["HORORING_INTERFACE"] = str(network_interface or network_interfaces)
     if disable_cache:

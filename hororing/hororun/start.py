@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from hororing import launch
 from hororing.hororun import plan
@@ -238,6 +238,16 @@ def settings() -> dict[str, str]:
         for name in own
         if name.startswith(("HORORING_", "HOROVOD_")) and name not in launch.VARIABLES
     }
+
+
+def given(variables: Mapping[Any, Any] | None) -> dict[str, str]:
+    """The variables that a user gives in Python, as texts. TypeError."""
+    for name, value in (variables or {}).items():
+        if not isinstance(name, str):
+            raise TypeError(f"the name of the variable {name!r} is not a text")
+        if value is None:
+            raise TypeError(f"the variable {name!r} is None: leave it out, or give ''")
+    return {name: str(value) for name, value in (variables or {}).items()}
 
 
 def named_hosts(hosts: str | None, hostfile: str | None) -> list[Host]:

@@ -86,8 +86,4 @@ def variables(
 ) -> dict[str, str]:
     """Return the settings of this process, for all ranks."""
     chosen = {"HORORING_INTERFACE": interface} if interface else {}
-    return {
-        **start.settings(),
-        **chosen,
-        **{name: str(value) for name, value in (more or {}).items()},
-    }
+    return {**start.settings(), **chosen, **start.given(more)}

@@ -40,7 +40,7 @@ CHARACTER_BYTES = 12
 SECRET_BYTES = 32
 _NONCE_BYTES = 16
 _UID_BYTES = 8
-_MAX_RANKS = 2**20
+MAX_RANKS = 2**20
 
 # The layout of Frame in csrc/membership/membership.h: kind, rank, generation, stamp, what, text.
 _OVER_BYTES = 132
@@ -146,7 +146,7 @@ def parse_hello(message: dict[str, Any]) -> Hello:
     texts = {name: take(message, name, str) for name in ("job", "host", "nonce", "uid")}
     numbers = {name: take(message, name, int) for name in ("rank", "size", "pid")}
     elastic = texts["uid"] != "" and (numbers["rank"], numbers["size"]) == (-1, 0)
-    if not elastic and not 0 <= numbers["rank"] < numbers["size"] <= _MAX_RANKS:
+    if not elastic and not 0 <= numbers["rank"] < numbers["size"] <= MAX_RANKS:
         raise ProtocolError(f"rank {numbers['rank']} of {numbers['size']}")
     if elastic and not re.fullmatch(rf"[0-9a-f]{{{2 * _UID_BYTES}}}", texts["uid"]):
         raise ProtocolError("no uid")

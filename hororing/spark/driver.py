@@ -90,7 +90,7 @@ def run(
     variables = {
         **start.settings(),
         **({"HORORING_INTERFACE": interface[0]} if interface else {}),
-        **{name: str(value) for name, value in (env or {}).items()},
+        **start.given(env),
     }
     payload = describe(fn, tuple(args), dict(kwargs or {}))
     several = not context.master.startswith("local")

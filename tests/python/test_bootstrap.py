@@ -91,6 +91,10 @@ def secret_fd() -> Iterator[int]:
         ),
         ({**RANK_1, **HERE, "HORORING_RANK": "2"}, "HORORING_RANK=2 contradicts HORORING_SIZE=2"),
         ({**RANK_1, **HERE, "HORORING_RANK": "-1"}, "HORORING_RANK='-1' is not understood"),
+        (
+            {**RANK_1, **HERE, "HORORING_SIZE": "999999999"},
+            "HORORING_SIZE=999999999: a job has at most 1048576 ranks",
+        ),
         ({**RANK_1, **HERE, "HORORING_SIZE": "two"}, "HORORING_SIZE='two' is not understood"),
         (
             {**RANK_1, **HERE, "HORORING_LOCAL_RANK": "2", "HORORING_LOCAL_SIZE": "3"},

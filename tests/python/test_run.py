@@ -202,6 +202,8 @@ def test_a_rank_that_was_killed_is_blamed_not_those_who_noticed():
         ({"args": [threading.Lock()]}, TypeError, "arguments cannot be pickled: TypeError"),
         ({"args": 0.1}, TypeError, r"run: args is 0.1: write a tuple"),
         ({"hosts": ["a:2"]}, TypeError, "write a text, as 'a:4,b:4'"),
+        ({"env": {"A": None}}, TypeError, "the variable 'A' is None: leave it out"),
+        ({"env": {3: "A"}}, TypeError, "the name of the variable 3 is not"),
         ({"np": 0}, ValueError, "np=0 is not a whole number from 1"),
         ({"np": 3, "hosts": "localhost:2"}, ValueError, "-np 3: the hosts have 2 slots"),
         ({"hosts": "localhost:0"}, ValueError, "run: the hosts have no slots"),
