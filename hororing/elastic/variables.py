@@ -151,7 +151,9 @@ class ModelState(VariablesState):
     def sync(self) -> None:
         """Send the values that rank 0 has saved last to all ranks; passes begin again."""
         super().sync()
-        getattr(self.optimizer, "forget_passes", lambda: None)()
+        inner = getattr(self.optimizer, "inner_optimizer", None)  # distributed with Keras 2
+        for each in (self.optimizer, inner):
+            getattr(each, "forget_passes", lambda: None)()
 
     # -- every step as a transaction; see hororing.elastic.steps ---------------------------------
 

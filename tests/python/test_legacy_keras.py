@@ -101,6 +101,23 @@ def case_gradients_add_up_over_several_batches() -> None:
         same_weights(trained(network(), scaled, hvd.size(), epochs=2), expected)
 
 
+def case_passes_begin_again_where_an_elastic_state_is_sent() -> None:
+    for make in (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD):
+        for wrap in (lambda each: each, tf.keras.mixed_precision.LossScaleOptimizer):
+            model = network()
+            optimizer = hvd.DistributedOptimizer(make(1.0), backward_passes_per_step=2)
+            state = hvd.elastic.KerasState(model, wrap(optimizer))
+            before = model.get_weights()
+            pairs = [(tf.ones_like(each), each) for each in model.trainable_variables]
+            if hvd.rank() == 0:
+                optimizer.apply_gradients([(99 * gradient, each) for gradient, each in pairs])
+            state.sync()
+            for _ in range(2):
+                optimizer.apply_gradients(pairs)
+            for value, old in zip(model.get_weights(), before, strict=True):
+                np.testing.assert_allclose(value, old - 2, rtol=1e-5)
+
+
 def case_options_reach_the_reduction() -> None:
     for make in (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD):
         kernel, local = tf.Variable([1.0, 2.0]), tf.Variable(3.0)

@@ -75,6 +75,10 @@ class Distributed(WithoutWeight):
         legacy = hasattr(self, "_create_all_weights")
         return tf.group(due) if legacy else self.iterations  # type: ignore[attr-defined]
 
+    def forget_passes(self) -> None:
+        """Add up gradients from zero again; an elastic state calls it when ranks have changed."""
+        self._state.forget_passes()
+
     def _reduced(self, grads_and_vars: Pairs) -> list[tuple[Any, Any]]:
         self._state.was_called = True
         pairs = list(grads_and_vars)
@@ -112,6 +116,10 @@ class _State:
                     zeros = tf.zeros(variable.shape, variable.dtype)
                     self._sums[variable_key(variable)] = tf.Variable(zeros, trainable=False)
         return [self._sums[variable_key(variable)] for variable in variables]
+
+    def forget_passes(self) -> None:
+        for variable in (*self._sums.values(), *([] if self.count is None else [self.count])):
+            variable.assign(tf.zeros_like(variable))
 
 
 def inner_optimizer(optimizer: Any) -> Any:
