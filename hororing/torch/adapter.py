@@ -200,5 +200,5 @@ class TorchAdapter:
         return arguments.check_splits(splits)
 
     def int32s(self, numbers: list[int]) -> torch.Tensor:
-        """Return a plain tensor."""
-        return torch.tensor(numbers, dtype=torch.int32)
+        """Return a plain tensor in host memory."""
+        return torch.tensor(numbers, dtype=torch.int32, device="cpu")

@@ -104,7 +104,7 @@ class _Allgather(torch.autograd.Function):
             Request("grouped_allreduce", f"{name}.grad", process_set), *_recorded(ctx, gradients)
         )
         # rows[r][i]: rows of tensor i on rank r
-        rows = verbs.allgather(torch.tensor([ctx.rows]), f"{name}.rows", process_set)
+        rows = verbs.allgather(torch.tensor([ctx.rows], device="cpu"), f"{name}.rows", process_set)
         rank, _ = rank_and_size(process_set)
         before = rows[:rank].sum(dim=0).tolist()
         mine = [

@@ -297,7 +297,9 @@ class Gradient(PersistentAllreduce):
         compression = options.compression
         values, context = compression.compress(grad._values() * before)
         handle, combine = start_sparse_allreduce(
-            torch.sparse_coo_tensor(grad._indices(), values, grad.shape, check_invariants=False),
+            torch.sparse_coo_tensor(
+                grad._indices(), values, grad.shape, device=values.device, check_invariants=False
+            ),
             self.name,
             options.op,
             options.process_set,
@@ -309,7 +311,11 @@ class Gradient(PersistentAllreduce):
             result = combine(synchronize(handle))
             values = compression.decompress(result._values(), context) * after
             return torch.sparse_coo_tensor(
-                result._indices(), values, result.shape, check_invariants=False
+                result._indices(),
+                values,
+                result.shape,
+                device=values.device,
+                check_invariants=False,
             )
 
         self.finish_general = finish
@@ -329,6 +335,7 @@ class Gradient(PersistentAllreduce):
             torch.zeros(dims, 0, dtype=torch.int64, device=param.device),
             param.new_zeros(0, *param.shape[dims:]),
             param.shape,
+            device=param.device,
             check_invariants=False,
         )
 

@@ -260,13 +260,14 @@ class Distributed(torch.optim.Optimizer):
 
     def _on_any_rank(self, what: str, here: bool) -> bool:
         name = f"{self._settings.names[0]}.{what}"
-        return bool(self._agree(torch.tensor(here), name, arguments.Max))
+        return bool(self._agree(torch.tensor(here, device="cpu"), name, arguments.Max))
 
     def _reduced_loss(self, loss: Any) -> Any:
         name, op = f"{self._settings.names[0]}.closure_loss", self._settings.options.op
         weight = None if self._reducer is None else self._reducer.weighing.sent
         if isinstance(loss, float | int):
-            return self._agree(torch.tensor(loss, dtype=torch.float64), name, op, weight).item()
+            number = torch.tensor(loss, dtype=torch.float64, device="cpu")
+            return self._agree(number, name, op, weight).item()
         if isinstance(loss, torch.Tensor):
             return self._agree(loss.detach(), name, op, weight)
         return loss  # None, or an object of the caller's

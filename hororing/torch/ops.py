@@ -227,7 +227,9 @@ def start_sparse_allreduce(
             values = _weighted(values, *weights[0].unbind(1))
         elif op == arguments.Average:
             values = values / rank_and_size(process_set)[1]
-        return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices.t(), values, shape, device=values.device, check_invariants=False
+        )
 
     return handle, combine
 

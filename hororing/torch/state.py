@@ -104,7 +104,7 @@ def _check_same_names(names: list[str], failure: Exception | None) -> None:
     `failure`: why this rank cannot take part; it is raised here, and the other ranks name it.
     """
     digest = -1 if failure else zlib.crc32("\n".join(names).encode("utf-8", "backslashreplace"))
-    digests = verbs.allgather(torch.tensor([digest]), "broadcast_parameters.names")
+    digests = verbs.allgather(torch.tensor([digest], device="cpu"), "broadcast_parameters.names")
     if failure is None and bool((digests == digest).all()):
         return
     told = allgather_object((names, failure and str(failure)), "broadcast_parameters.names")
@@ -324,7 +324,9 @@ def _check_same_groups(
     mine = (type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups])
     roots = (description["class"], description["sizes"])
     same = verbs.allreduce(
-        torch.tensor([mine == roots]), name="broadcast_optimizer_state.same", op=arguments.Min
+        torch.tensor([mine == roots], device="cpu"),
+        name="broadcast_optimizer_state.same",
+        op=arguments.Min,
     )
     if bool(same):
         return

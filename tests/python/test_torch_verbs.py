@@ -406,6 +406,36 @@ def case_a_gradient_of_a_broadcast_can_be_differentiated_on_every_rank():
     torch.testing.assert_close(own.grad, torch.full((2,), 2.0 * root / hvd.size()))
 
 
+def case_the_default_device_does_not_matter() -> None:
+    """As after torch.set_default_device("cuda"): torch's constructors make tensors elsewhere."""
+    size = hvd.size()
+    rows = torch.full((size, 2), 1.0, requires_grad=True)
+    sparse = torch.eye(3).to_sparse()
+    model = torch.nn.ModuleList([torch.nn.Embedding(3, 2, sparse=True), torch.nn.Linear(2, 2)])
+    parameters = list(model.parameters())
+    codes, inputs = torch.arange(3), torch.ones(2, 2)
+    with torch.device("meta"):
+        received, splits = hvd.alltoall(rows, splits=[1] * size)
+        received.sum().backward()
+        total = hvd.sparse_allreduce_async(sparse, name="eye", op=hvd.Sum)()
+        hvd.broadcast_parameters(parameters, root_rank=0)
+        for method in (hvd.Compression.none, hvd.Compression.powersgd(rank=1)):
+            dense = model[1] if method is not hvd.Compression.none else model
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9), compression=method
+            )
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            for _ in range(2):
+                (model[1](inputs).sum() + model[0](codes).sum()).backward()
+                optimizer.step()
+            del optimizer
+    assert splits.tolist() == [1] * size
+    assert rows.grad is not None
+    assert rows.grad.tolist() == [[1.0, 1.0]] * size
+    assert total.to_dense().diagonal().tolist() == [size] * 3
+    assert all(str(param.device) == "cpu" for param in parameters)
+
+
 def case_complex_tensors_travel_as_pairs() -> None:
     rank, size = hvd.rank(), hvd.size()
     for key, dtype in enumerate((torch.complex64, torch.complex128)):

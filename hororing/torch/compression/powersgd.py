@@ -88,7 +88,9 @@ class PowerSGD(Method):
     def _first(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
         """Return the first Q, the same on all ranks."""
         made = torch.Generator().manual_seed(zlib.crc32(name.encode("utf-8", "backslashreplace")))
-        random = torch.randn(matrix.shape[1], self.rank, generator=made, dtype=torch.float32)
+        random = torch.randn(
+            matrix.shape[1], self.rank, generator=made, dtype=torch.float32, device="cpu"
+        )
         return _orthonormal(random.to(matrix))
 
 

@@ -112,7 +112,7 @@ class Group(_Base):  # type: ignore[misc]
             )
         self._set: ProcessSet = found
         # Prefix of its keys in the store, where earlier groups may have left some.
-        sign = torch.tensor(secrets.randbits(48))
+        sign = torch.tensor(secrets.randbits(48), device="cpu")
         handle = verbs.start_broadcast(
             sign, self._ranks[0], f"{self._name}.sign", self._set, in_place=True
         )

@@ -65,7 +65,7 @@ class GradScaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(optimizer, *args, **kwargs)
         if len(self._members.ranks) == 1:
             return dict(found)
-        here = torch.zeros((), dtype=torch.float32)
+        here = torch.zeros((), dtype=torch.float32, device="cpu")
         for each in found.values():
             here = torch.maximum(here, each.detach().cpu())
         everywhere = allreduce(here, name=self._name, op=Max, process_set=self._members)

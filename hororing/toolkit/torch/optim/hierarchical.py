@@ -240,7 +240,7 @@ class Hierarchical(Averaging):
         """Make all ranks skip a step if one must, also ranks with other gradients."""
         found = list(found)
         if size() > 1:
-            here = torch.tensor(any(map(bool, found)))
+            here = torch.tensor(any(map(bool, found)), device="cpu")
             name = f"{self._settings.prefix}.found_inf"
             if bool(allreduce(here, name=name, op=Max)):
                 for flag in found:

@@ -89,7 +89,7 @@ class LAMB(Float32Update):
         states = [self.state[param] for param in params]
         for param, state in zip(params, states, strict=True):
             if "step" not in state:
-                state["step"] = torch.tensor(0.0)  # on the CPU, as torch's own optimizers have it
+                state["step"] = torch.tensor(0.0, device="cpu")  # as in torch's own optimizers
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
             state["step"] += 1

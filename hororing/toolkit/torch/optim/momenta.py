@@ -67,7 +67,7 @@ def to_average(
     mine = list(momenta)
     if len(members.ranks) == 1:
         return list(momenta.values())
-    digest = torch.tensor([zlib.crc32(repr(mine).encode())])
+    digest = torch.tensor([zlib.crc32(repr(mine).encode())], device="cpu")
     digests = allgather(digest, f"{name}.which", process_set=members)
     if bool((digests == digests[0]).all()):
         return list(momenta.values())
