@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hororing import collectives
+from hororing import collectives, runtime
 from hororing._core import lib
 from hororing.names import default_name
 from hororing.numpy import NumpyAdapter
@@ -68,6 +68,12 @@ def answer(way: Any, tensor: object, **changed: Any) -> Any:
 
 # Without an engine, the core refuses every request that reaches it.
 REFUSED = -lib.HR_NOT_INITIALIZED
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_engine() -> None:
+    """End the engine that a test of another file may have left in this process."""
+    runtime.shutdown()
 
 
 @pytest.mark.parametrize("way", ways(), ids=["exchange", "asked"])
