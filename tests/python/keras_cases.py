@@ -262,7 +262,7 @@ def case_passes_begin_again_where_an_elastic_state_is_sent():
     weights = model.trainable_variables
     one = ops.ones((FEATURES, OUTPUTS))
     if hvd.rank() == 0:
-        step(optimizer, [one], weights)
+        step(optimizer, [99 * one], weights)
     state.sync()
     for _ in range(2):
         step(optimizer, [one], weights)
