@@ -198,6 +198,18 @@ def test_unnamed_collectives_are_a_step_each(tmp_path):
     assert diagnose(read_timeline(write(tmp_path / "t", ["h"] * 2, events))).steps == 9
 
 
+def test_calls_of_torch_distributed_of_one_size_are_the_same_in_every_step(tmp_path):
+    events = []
+    for step in range(10):
+        for i, size in enumerate((4096, 1024)):  # two buckets
+            name = f"group1.{2 * step + i + 1}" + f".then{2 * step + 1}.1" * (step % 2)
+            for rank in range(2):
+                events.append((rank, 1 + step + 0.1 * i + 0.3 * rank, name, {"bytes": size}))
+    found = diagnose(read_timeline(write(tmp_path / "t", ["h"] * 2, events)))
+    assert (found.steps, found.persistent, found.random) == (9, [1], [])
+    assert found.ranks[1].behind_s == pytest.approx(0.3)
+
+
 def test_the_command_prints_a_report_or_says_what_is_wrong(tmp_path, capsys):
     path = write(tmp_path / "t.json", ["h"] * 2, synchronous(np.tile([0, 0.2], (9, 1))))
     assert main.main(["stragglers", str(path)]) == 0

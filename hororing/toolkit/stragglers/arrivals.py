@@ -16,6 +16,8 @@ Array = NDArray[np.float64]
 
 # Unnamed calls are counted (hororing/names.py); without the number, names repeat in every step.
 _COUNTED = re.compile(r"\.noname\.\d+")
+# So are calls of torch.distributed (hororing/torch/distributed). Those of one size repeat.
+_NUMBERED = re.compile(r"group\d+\.\d+(\.then\d+\.\d+)*")
 
 LEAST_S = 1e-3  # no rank is late by less
 
@@ -61,6 +63,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Recording:
     # For one key the ranks record the same negotiations, in the same order.
     starts: defaultdict[tuple[int, str, str], defaultdict[int, list[float]]]
     starts = defaultdict(lambda: defaultdict(list))
+    sizes: dict[tuple[int, str, str], int] = {}
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise ValueError(f"{os.fspath(path)!r} is not a timeline: it is not a list of events")
     # Then the first ones of some ranks are missing, and later ones stand before earlier ones.
@@ -75,6 +78,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Recording:
             hosts[rank] = found[1] if found else ""
         elif event.get("cat") == "negotiate" and event.get("ph") == "b":
             key = (args.get("process_set", 0), event["name"], args.get("tensor", ""))
+            sizes.setdefault(key, args.get("bytes", 0))
             nothing = args.get("joined", False)
             starts[key][rank].append(np.nan if nothing else event["ts"] * 1e-6)
     if sorted(hosts) != list(range(len(hosts))) or not hosts:
@@ -84,7 +88,10 @@ def read_timeline(path: str | os.PathLike[str]) -> Recording:
     for (process_set, _, _), by_rank in starts.items():
         members[process_set].update(by_rank)
     collectives = []
-    for (process_set, _, tensor), by_rank in starts.items():
+    for (process_set, kind, tensor), by_rank in starts.items():
+        name = _COUNTED.sub("", tensor)
+        if _NUMBERED.fullmatch(tensor):
+            name = f"{kind} of {sizes[process_set, kind, tensor]} bytes"
         ranks = sorted(members[process_set])
         # The latest ones of some ranks are missing where the job was killed.
         of_ranks = [by_rank.get(rank, []) for rank in ranks]
@@ -95,7 +102,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Recording:
             arrivals = np.full(len(hosts), np.nan)
             arrivals[ranks] = times
             if np.count_nonzero(np.isfinite(arrivals)) > 1:
-                collectives.append(Collective(_COUNTED.sub("", tensor), process_set, arrivals))
+                collectives.append(Collective(name, process_set, arrivals))
     collectives.sort(key=lambda collective: float(np.nanmax(collective.arrivals)))
     return Recording([hosts[rank] for rank in range(len(hosts))], collectives)
 
