@@ -17,20 +17,22 @@ from hororing.objects import allgather_object
 from hororing.runtime import rank, size
 
 
-def built_on_all(model: Any, title: str) -> bool:
-    """Return whether the model has variables. RuntimeError if that differs between ranks.
+def built_on_all(model: Any, title: str, complete: bool = True) -> tuple[bool, bool]:
+    """Return whether the model has variables, and whether they are `complete` on any rank.
 
-    Some ranks would broadcast before the first batch, and the others after it.
+    RuntimeError if only some ranks have variables: they would broadcast before the first batch, and
+    the others after it.
     """
-    built = allgather_object(bool(model.built), f"{title}.built")
+    found = allgather_object((bool(model.built and model.weights), complete), f"{title}.built")
+    built = [each for each, _ in found]
     if any(built) and not all(built):
         have = [at for at, each in enumerate(built) if each]
         lack = [at for at, each in enumerate(built) if not each]
         raise RuntimeError(
             f"{title}: the model has variables on ranks {have} and none yet on ranks {lack}; on "
-            "all ranks, give it a keras.Input as its first layer, or call model.build"
+            "all ranks, give it a keras.Input as its first layer, or call it with a batch"
         )
-    return all(built)
+    return all(built), any(each for _, each in found)
 
 
 def only_keras(model: Any, optimizer: Any) -> bool:

@@ -117,10 +117,10 @@ class ModelState(VariablesState):
     """
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        if not model.built:
+        if not (model.built and model.weights):  # `build` of a sub-class may build no layers
             raise ValueError(
-                f"{type(self).__name__}: the model has no variables yet; call model.build(), or "
-                "call the model with a batch"
+                f"{type(self).__name__}: the model has no variables yet; give it an Input, or call "
+                "it with a batch"
             )
         self.model = model
         self.optimizer: Any = getattr(model, "optimizer", None) if optimizer is None else optimizer

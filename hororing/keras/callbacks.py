@@ -20,8 +20,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     """Broadcasts one rank's weights and optimizer variables, and checks that gradients are reduced.
 
     A model that is already built is broadcast before the first batch. Otherwise the broadcast
-    follows that batch: ranks start with different weights, but continue with the same ones. Each
-    rank keeps the states of its random generators (for example of dropout layers).
+    follows that batch: ranks start with different weights, but continue with the same ones. Layers
+    that `build` of a sub-class of keras.Model leaves unbuilt are built by that batch. Each rank
+    keeps the states of its random generators (for example of dropout layers).
 
     Parameters
     ----------
@@ -74,10 +75,17 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         model, optimizer = self.model, getattr(self.model, "optimizer", None)
         self._done = self._sent == (model, optimizer, membership.generation())
         self._checked = False
-        if not self._done and fit_callbacks.built_on_all(model, type(self).__name__):
-            if optimizer is not None and not optimizer.built:
-                optimizer.build(model.trainable_variables)
-            self._broadcast()
+        if not self._done:
+            # The first batch builds what `build` of a sub-class of Model has not built.
+            complete = all(layer.built for layer in model._flatten_layers())
+            if optimizer is not None:
+                complete = complete or optimizer.built
+            built, complete = fit_callbacks.built_on_all(model, type(self).__name__, complete)
+            if built:
+                if optimizer is not None and complete and not optimizer.built:
+                    optimizer.build(model.trainable_variables)
+                self._broadcast()
+                self._done = complete
         self._submitted = collectives.submitted()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

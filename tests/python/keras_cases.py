@@ -213,6 +213,37 @@ def case_a_model_that_is_not_built_is_broadcast_after_its_first_batch():
     assert_equal_on_all_ranks(model)
 
 
+class Unbuilt(keras.Model):
+    """`build` of such a model builds no layers in Keras 3."""
+
+    def __init__(self, seed: int, parts) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(seed)
+        self.parts = parts()
+
+    def call(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:`build()`:UserWarning")
+def case_layers_that_build_has_not_built_are_broadcast_after_the_first_batch():
+    def none_built():
+        return [keras.layers.Dense(7), keras.layers.Dense(OUTPUTS)]
+
+    def half_built():  # on a base such as a pretrained one
+        return [network(), keras.layers.Dense(OUTPUTS)]
+
+    for parts in (none_built, half_built):
+        model = Unbuilt(hvd.rank(), parts)
+        model.build((None, FEATURES))
+        fit(model, hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), callbacks=[Broadcast(0)])
+        assert len(model.get_weights()) >= 4
+        assert_equal_on_all_ranks(model)
+        assert int(model.optimizer.iterations) == STEPS
+
+
 def case_a_rank_that_is_asked_tells_what_it_does():
     model = network()
     model.compile("sgd", "mse")

@@ -89,12 +89,19 @@ write()
 state.save()
 state.sync()
 assert read() == ([7.0, 7.0], 7), read()
-try:
-    hvd.elastic.TensorFlowKerasState(tf.keras.Sequential([tf.keras.layers.Dense(2)]))
-except ValueError as error:
-    assert "no variables yet" in str(error), error
-else:
-    raise AssertionError
+class Unbuilt(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.layer = tf.keras.layers.Dense(2)
+marked = Unbuilt()
+marked.build((None, 3))  # builds no layers in Keras 3
+for model in (tf.keras.Sequential([tf.keras.layers.Dense(2)]), marked):
+    try:
+        hvd.elastic.TensorFlowKerasState(model)
+    except ValueError as error:
+        assert "no variables yet" in str(error), error
+    else:
+        raise AssertionError
 """
 
 

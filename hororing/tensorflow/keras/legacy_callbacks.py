@@ -49,7 +49,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
         outer = getattr(self.model, "optimizer", None)
         self._done = self._sent == (self.model, outer, membership.generation())
         self._checked = False
-        if not self._done and fit_callbacks.built_on_all(self.model, type(self).__name__):
+        if not self._done and fit_callbacks.built_on_all(self.model, type(self).__name__)[0]:
             optimizer = inner_optimizer(outer)
             if optimizer is not None:
                 build = getattr(optimizer, "_create_all_weights", None) or optimizer.build

@@ -55,7 +55,8 @@ class HierarchicalSGDCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Record the first weights, if they exist."""
         self._training = True
         self.model.optimizer.attend()
-        if self.model.built and not self.model.optimizer.built:
+        complete = all(layer.built for layer in self.model._flatten_layers())
+        if complete and not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
         if self.model.optimizer.built:
             self.model.optimizer.begin_averaging(self.model.weights)
