@@ -66,7 +66,9 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HORORING_RANK")
 CASES_LIMIT_S = 200.0
 
 # A rank that waits in vain fails before the job's time limit.
-STALL_ENVIRONMENT = {"HORORING_STALL_WARNING_S": "10", "HORORING_STALL_SHUTDOWN_S": "60"}
+# Longer than a pause of TensorFlow: a tf.data iterator that is freed may wait for its autotuning
+# thread, which then sleeps for up to 60 s.
+STALL_ENVIRONMENT = {"HORORING_STALL_WARNING_S": "10", "HORORING_STALL_SHUTDOWN_S": "90"}
 
 
 @dataclasses.dataclass

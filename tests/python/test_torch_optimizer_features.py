@@ -760,7 +760,7 @@ def case_the_timeline_shows_reductions_before_the_last_hook():
         hooks = [record for record in spans if (record["pid"], record["name"]) == (pid, "HOOK")]
         hooks.sort(key=lambda record: record["ts"])
         layers = [record["args"]["tensor"].split(".")[0] for record in hooks]
-        assert layers == ["2", "2", "1", "1", "0", "0"]
+        assert layers == ["2", "2", "1", "1", "0", "0"], (pid, layers, hooks)
         for name in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE"):
             (early,) = begins(pid, name, "2.bias")
             (late,) = begins(pid, name, "0.weight")
