@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from functools import partial
 from typing import Any
 
@@ -108,7 +109,10 @@ def case_loaders_with_a_sampler() -> None:
         sampler.record_batch(batch, 4)
     sampler.synchronize()
     resumed = ShardSampler(100)
-    resumed.load_state_dict(sampler.state_dict())
+    file = io.BytesIO()
+    torch.save(sampler.state_dict(), file)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file))  # weights_only=True
     assert list(resumed) == list(sampler)
     assert len(sampler) == (100 - 12 * hvd.size()) // hvd.size()
     np.testing.assert_array_equal(np.bincount(list(sampler)).max(), 1)

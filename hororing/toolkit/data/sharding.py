@@ -180,12 +180,13 @@ class Shard:
         """Return the state to resume the epoch, on any number of processes.
 
         `processed` has the samples that this process knows of: call `synchronize` for those of all.
+        It is a list, which JSON and `torch.load` read.
         """
         return {
             "samples": self.samples,
             "seed": self.seed,
             "epoch": self.epoch,
-            "processed": np.flatnonzero(self._processed),
+            "processed": np.flatnonzero(self._processed).tolist(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
