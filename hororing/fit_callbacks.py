@@ -17,13 +17,14 @@ from hororing.objects import allgather_object
 from hororing.runtime import rank, size
 
 
-def built_on_all(model: Any, title: str, complete: bool = True) -> tuple[bool, bool]:
-    """Return whether the model has variables, and whether they are `complete` on any rank.
+def built_on_all(model: Any, optimizer_variables: int, title: str) -> tuple[bool, bool]:
+    """Return whether the model has variables, and whether all optimizers have as many.
 
     RuntimeError if only some ranks have variables: they would broadcast before the first batch, and
     the others after it.
     """
-    found = allgather_object((bool(model.built and model.weights), complete), f"{title}.built")
+    mine = (bool(model.built and model.weights), optimizer_variables)
+    found = allgather_object(mine, f"{title}.built")
     built = [each for each, _ in found]
     if any(built) and not all(built):
         have = [at for at, each in enumerate(built) if each]
@@ -32,7 +33,7 @@ def built_on_all(model: Any, title: str, complete: bool = True) -> tuple[bool, b
             f"{title}: the model has variables on ranks {have} and none yet on ranks {lack}; on "
             "all ranks, give it a keras.Input as its first layer, or call it with a batch"
         )
-    return all(built), any(each for _, each in found)
+    return all(built), len({count for _, count in found}) == 1
 
 
 def only_keras(model: Any, optimizer: Any) -> bool:

@@ -19,10 +19,10 @@ from hororing.runtime import size
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Broadcasts one rank's weights and optimizer variables, and checks that gradients are reduced.
 
-    A model that is already built is broadcast before the first batch. Otherwise the broadcast
-    follows that batch: ranks start with different weights, but continue with the same ones. Layers
-    that `build` of a sub-class of keras.Model leaves unbuilt are built by that batch. Each rank
-    keeps the states of its random generators (for example of dropout layers).
+    A model that is already built is broadcast before the first batch. What that batch builds is
+    broadcast after it: ranks start with different weights, but continue with the same ones. `build`
+    of a sub-class of keras.Model may leave its layers to the first batch. Each rank keeps the
+    states of its random generators (for example of dropout layers).
 
     Parameters
     ----------
@@ -52,6 +52,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self.root_rank = arguments.check_root(root_rank, type(self).__name__)
         self._local = {_key(variable) for variable in local_variables or ()}
         self._done = False
+        self._before: set[int] = set()  # what was broadcast before the first batch
         self._sent: Any = None  # the model, optimizer and generation of the latest broadcast
         self._checked = False
         self._submitted = 0
@@ -76,16 +77,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._done = self._sent == (model, optimizer, membership.generation())
         self._checked = False
         if not self._done:
-            # The first batch builds what `build` of a sub-class of Model has not built.
-            complete = all(layer.built for layer in model._flatten_layers())
-            if optimizer is not None:
-                complete = complete or optimizer.built
-            built, complete = fit_callbacks.built_on_all(model, type(self).__name__, complete)
+            self._before = set()
+            count = 0 if optimizer is None else len(optimizer.variables)
+            built, alike = fit_callbacks.built_on_all(model, count, type(self).__name__)
             if built:
-                if optimizer is not None and complete and not optimizer.built:
+                # Its first step would build it, perhaps with variables that the model does not
+                # list. But a rank may have loaded its state.
+                if optimizer is not None and not alike and not optimizer.built:
                     optimizer.build(model.trainable_variables)
                 self._broadcast()
-                self._done = complete
         self._submitted = collectives.submitted()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -95,6 +95,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             self._check()
         if not self._done:
             self._broadcast()
+            self._done = True
 
     def _check(self) -> None:
         optimizer = getattr(self.model, "optimizer", None)
@@ -109,16 +110,18 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             raise RuntimeError(NOTHING_REDUCED)
 
     def _broadcast(self) -> None:
+        """Broadcast, before the first batch. After it, what has come: an optimizer's is equal."""
         model = self.model
         optimizer = getattr(model, "optimizer", None)
-        variables = [*model.weights, *(() if optimizer is None else optimizer.variables)]
+        states = () if optimizer is None or self._before else optimizer.variables
         # A variable may be in both.
-        unique = {_key(variable): variable for variable in variables}
-        broadcast_variables(
-            [variable for key, variable in unique.items() if key not in self._local],
-            self.root_rank,
-        )
-        self._done, self._sent = True, (model, optimizer, membership.generation())
+        unique = {_key(variable): variable for variable in (*model.weights, *states)}
+        left_out = self._local | self._before
+        variables = [variable for key, variable in unique.items() if key not in left_out]
+        if variables:
+            broadcast_variables(variables, self.root_rank)
+        self._before = set(unique)
+        self._sent = (model, optimizer, membership.generation())
 
 
 def _key(variable: Any) -> int:

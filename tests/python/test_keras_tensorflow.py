@@ -102,6 +102,29 @@ def case_a_model_that_only_some_ranks_have_built_is_an_error_on_all():
         )  # fmt: skip
 
 
+def case_an_optimizer_may_update_what_the_model_does_not_list():
+    class Scaled(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.scale = network(), tf.Variable(1.0, dtype="float64")
+            self.built = True
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self.inner(x) * self.scale - y) ** 2)
+            weights = [*self.inner.trainable_variables, self.scale]
+            gradients = tape.gradient(loss, weights)
+            self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+            return {"loss": loss}
+
+    model, expected = Scaled(), Scaled()
+    fit(model, hvd.DistributedOptimizer(sgd()), callbacks=[Broadcast(0)])
+    fit(expected, sgd(), alone=True)
+    assert_same_weights(model, expected)
+    np.testing.assert_allclose(model.scale, expected.scale, rtol=1e-6)
+
+
 def case_loops_of_ones_own():
     expected = network()
     fit(expected, sgd(), steps=4, alone=True)

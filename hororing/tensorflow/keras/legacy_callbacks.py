@@ -31,6 +31,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
         self.root_rank = arguments.check_root(root_rank, type(self).__name__)
         self._local = {variable_key(variable) for variable in local_variables or ()}
         self._done = False
+        self._before: set[Any] = set()  # what was broadcast before the first batch
         self._sent: Any = None  # the model, optimizer and generation of the latest broadcast
         self._checked = False
         self._submitted = 0
@@ -49,12 +50,16 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
         outer = getattr(self.model, "optimizer", None)
         self._done = self._sent == (self.model, outer, membership.generation())
         self._checked = False
-        if not self._done and fit_callbacks.built_on_all(self.model, type(self).__name__)[0]:
-            optimizer = inner_optimizer(outer)
-            if optimizer is not None:
-                build = getattr(optimizer, "_create_all_weights", None) or optimizer.build
-                build(self.model.trainable_variables)
-            self._broadcast()
+        if not self._done:
+            self._before = set()
+            count = 0 if outer is None else len(outer.variables())
+            built, alike = fit_callbacks.built_on_all(self.model, count, type(self).__name__)
+            if built:
+                if outer is not None and not alike:  # a rank has loaded its optimizer's state
+                    optimizer = inner_optimizer(outer)
+                    build = getattr(optimizer, "_create_all_weights", None) or optimizer.build
+                    build(self.model.trainable_variables)
+                self._broadcast()
         self._submitted = collectives.submitted()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -64,6 +69,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
             self._check()
         if not self._done:
             self._broadcast()
+            self._done = True
 
     def _check(self) -> None:
         optimizer = inner_optimizer(getattr(self.model, "optimizer", None))
@@ -78,15 +84,17 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
             raise RuntimeError(NOTHING_REDUCED)
 
     def _broadcast(self) -> None:
+        """Broadcast, before the first batch. After it, what has come: an optimizer's is equal."""
         optimizer = getattr(self.model, "optimizer", None)
-        variables = [*self.model.weights, *(() if optimizer is None else optimizer.variables())]
+        states = () if optimizer is None or self._before else optimizer.variables()
         # A variable may be in both.
-        unique = {variable_key(variable): variable for variable in variables}
-        broadcast_variables(
-            [variable for key, variable in unique.items() if key not in self._local],
-            self.root_rank,
-        )
-        self._done, self._sent = True, (self.model, optimizer, membership.generation())
+        unique = {variable_key(each): each for each in (*self.model.weights, *states)}
+        left_out = self._local | self._before
+        variables = [variable for key, variable in unique.items() if key not in left_out]
+        if variables:
+            broadcast_variables(variables, self.root_rank)
+        self._before = set(unique)
+        self._sent = (self.model, optimizer, membership.generation())
 
 
 class MetricAverageCallback(fit_callbacks.MetricAverage, tf.keras.callbacks.Callback):  # type: ignore[misc]
