@@ -27,12 +27,30 @@ _OTHERS: list[tuple[str, str, bool, Callable[[str], str]]] = [
     ("--disable-cache", "CACHE_CAPACITY", False, lambda _: "0"),
     ("--no-stall-check", "STALL_WARNING_S", False, lambda _: "0"),
     ("--log-with-timestamp", "LOG_HIDE_TIME", False, lambda _: "0"),
+    ("--tcp", "TRANSPORT", False, lambda _: "tcp"),
 ]
-# Horovod's flags without an effect. They set this variable, so that rank 0 logs why.
-_AUTOTUNE = "HOROVOD_AUTOTUNE"
-_AUTOTUNE_VALUES = (
-    "--autotune-log-file", "--autotune-warmup-samples", "--autotune-steps-per-sample",
-)  # fmt: skip
+# Horovod's flags without an effect. They set Horovod's variable, so that rank 0 logs why.
+_UNUSED = {
+    "--autotune": "HOROVOD_AUTOTUNE",
+    "--hierarchical-allreduce": "HOROVOD_HIERARCHICAL_ALLREDUCE",
+    "--hierarchical-allgather": "HOROVOD_HIERARCHICAL_ALLGATHER",
+    "--mpi-threads-disable": "HOROVOD_MPI_THREADS_DISABLE",
+}
+_UNUSED_VALUES = {
+    "--autotune-log-file": "HOROVOD_AUTOTUNE",
+    "--autotune-warmup-samples": "HOROVOD_AUTOTUNE",
+    "--autotune-steps-per-sample": "HOROVOD_AUTOTUNE",
+    "--num-nccl-streams": "HOROVOD_NUM_NCCL_STREAMS",
+    "--gloo-timeout-seconds": "HOROVOD_GLOO_TIMEOUT_SECONDS",
+}
+# Horovod's flags that are errors, and what to do.
+_REFUSED = {
+    "--config-file": "give its settings as flags, and keep them with --export-config FILE",
+    "--binding-args": "use --numa-aware, or with --mpi: --mpi-args",
+    "--jsrun": "in a job of LSF, hororun finds the hosts by itself; or use mpirun",
+    "--prefix-output-with-timestamp": "lines have the rank only (--tag-output)",
+    "-prefix-timestamp": "lines have the rank only (--tag-output)",
+}
 # Flags of hororun itself; ranks get their values in another way.
 _LEFT_OUT = {"ALONE"}
 
@@ -78,16 +96,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 flag, dest=_PREFIX + name, action="store_const", const=meaning(""),
                 help=argparse.SUPPRESS,
             )  # fmt: skip
-    unused: dict[str, Any] = {"dest": _PREFIX + _AUTOTUNE, "help": argparse.SUPPRESS}
-    group.add_argument("--autotune", action="store_const", const="1", **unused)
-    group.add_argument(*_AUTOTUNE_VALUES, type=lambda _: "1", **unused)
-    group.add_argument("--no-autotune", action="store_true", help=argparse.SUPPRESS)
+    hidden: dict[str, Any] = {"help": argparse.SUPPRESS}
+    for flag, variable in _UNUSED.items():
+        dest = _PREFIX + variable
+        group.add_argument(flag, dest=dest, action="store_const", const="1", **hidden)
+        group.add_argument("--no-" + flag[2:], dest=dest, action="store_const", const="0", **hidden)
+    for flag, variable in _UNUSED_VALUES.items():
+        group.add_argument(flag, dest=_PREFIX + variable, type=lambda _: "1", **hidden)
+    for flag, instead in _REFUSED.items():
+        group.add_argument(flag, action=_Refuse, nargs="?", const=instead, **hidden)
+
+
+class _Refuse(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        parser.error(f"{option_string} of horovodrun has no counterpart: {self.const}")
 
 
 def chosen(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the given flags as variables."""
     given = {knob.variable: getattr(arguments, _PREFIX + knob.name, None) for knob in KNOBS}
-    given[_AUTOTUNE] = getattr(arguments, _PREFIX + _AUTOTUNE, None)
+    for variable in (*_UNUSED.values(), *_UNUSED_VALUES.values()):
+        given[variable] = getattr(arguments, _PREFIX + variable, None)
     return {name: text for name, text in given.items() if text is not None}
 
 

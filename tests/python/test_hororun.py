@@ -237,6 +237,12 @@ def test_who_ignores_the_request_to_end_is_ended_after_the_time_of_grace():
         (["--only-output-from", ",", SH], 2, "it names no rank"),
         (["--rsh-agent", "a 'b", SH], 2, "No closing quotation"),
         (["--mpi", "--mpi-args", "a 'b", SH], 2, "No closing quotation"),
+        (
+            ["--config-file", "a.yaml", SH],
+            2,
+            "--config-file of horovodrun has no counterpart: give",
+        ),
+        (["--binding-args=--bind-to none", SH], 2, "use --numa-aware, or with --mpi: --mpi-args"),
         (["--output", "/dev/null/a", SH], 1, "/dev/null/a"),
     ],
 )
@@ -494,9 +500,11 @@ def test_with_mpi_the_mpirun_line_is_printed_and_run(tmp_path: Path):
     fake.write_text('#!/bin/sh\necho ran "$@"\nexit 4\n')
     fake.chmod(0o755)
     flags = ["-H", "a:2,b:2", "--mpi", "--autotune-log-file", "y", "-x", "A", "--mpi-args=--v"]
+    flags += ["--tcp", "--no-hierarchical-allreduce"]
     path = f"{tmp_path}:/usr/bin:/bin"
     done = run("-np", "4", *flags, "python", "t.py", PATH=path, A="1")
-    words = "-np 4 -H a:2,b:2 --output tag -x A -x HOROVOD_AUTOTUNE=1 --v python t.py"
+    settings = "HORORING_TRANSPORT=tcp -x HOROVOD_AUTOTUNE=1 -x HOROVOD_HIERARCHICAL_ALLREDUCE=0"
+    words = f"-np 4 -H a:2,b:2 --output tag -x A -x {settings} --v python t.py"
     assert done.stdout == f"mpirun {words}\nran {words}\n"
     assert done.returncode == 4
 
