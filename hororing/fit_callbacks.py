@@ -50,7 +50,8 @@ class MetricAverage:
     """Averages all metrics over the ranks at the end of each epoch.
 
     Put it before callbacks that read metrics: ReduceLROnPlateau, EarlyStopping,
-    ModelCheckpoint, TensorBoard. All ranks must have the same metrics: numbers, or arrays of them.
+    ModelCheckpoint, TensorBoard. All ranks must have the same metrics, numbers or arrays of them;
+    otherwise each gets a ValueError.
 
     Parameters
     ----------
@@ -66,13 +67,19 @@ class MetricAverage:
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace the metrics in `logs`."""
-        if not logs:
+        logs = {} if logs is None else logs
+        title, names = type(self).__name__, sorted(logs)
+        # Values are joined by position.
+        lists = [", ".join(each) for each in allgather_object(names, f"{title}.{epoch}.names")]
+        if len(set(lists)) > 1:
+            listed = "; ".join(f"rank {at}: {each or 'none'}" for at, each in enumerate(lists))
+            raise ValueError(f"{title}: the metrics differ between the ranks ({listed})")
+        if not names:
             return
-        names = sorted(logs)
         values = [np.asarray(logs[name], np.float64) for name in names]
         means = hvd.allreduce(
             np.concatenate([value.ravel() for value in values]),
-            name=f"{type(self).__name__}.{epoch}",
+            name=f"{title}.{epoch}",
             op=arguments.Average,
             weight=self._weight() if callable(self._weight) else self._weight,
         )

@@ -765,6 +765,10 @@ def case_metrics_are_averaged_and_the_best_model_is_saved_by_rank_0():
         size = hvd.size()
         assert logs.pop("f1").tolist() == [0.0, (size - 1) / 2]
         assert logs == {"loss": (size + 1) / 2, "accuracy": (size - 1) / 2}
+        if size > 1:
+            logs = {"loss": 1.0, "f1" if hvd.rank() == 0 else "recall": 1.0}
+            with pytest.raises(ValueError, match="rank 0: f1, loss; rank 1: loss, recall"):
+                average.on_epoch_end(1, logs)
         best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
         with pytest.raises(ValueError, match="set its filepath"):
             best.on_train_begin()
