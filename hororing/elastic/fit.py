@@ -108,9 +108,10 @@ class UpdateBatchState:
 
 
 class UpdateEpochState:
-    """Notes the epoch in ``state.epoch``: the initial epoch of a resumed training.
+    """Counts epochs in ``state.epoch``. A resumed training begins there, in either of two ways:
 
-    >>> model.fit(x, y, initial_epoch=state.epoch)
+    >>> model.fit(x, y, initial_epoch=state.epoch, epochs=20)
+    >>> model.fit(x, y, epochs=20 - state.epoch)  # Keras counts these from 0
 
     Parameters
     ----------
@@ -120,14 +121,21 @@ class UpdateEpochState:
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
+        self._before: int | None = None  # epochs that Keras does not count
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begin to count."""
+        self._before = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Note the epoch."""
-        self.state.epoch = epoch
+        if self._before is None:
+            self._before = 0 if epoch else self.state.epoch
+        self.state.epoch = self._before + epoch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Note the next epoch."""
-        self.state.epoch = epoch + 1
+        self.state.epoch += 1
 
 
 __all__ = ["CommitState", "UpdateBatchState", "UpdateEpochState"]

@@ -302,6 +302,21 @@ def test_callbacks_resume_where_the_state_is(commit_first: bool):
     assert saved[6:] == [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0)]
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_epochs_are_counted_however_fit_is_called(first: int):
+    """Horovod's scripts train `epochs - state.epoch` more epochs, which Keras counts from 0."""
+    mine = state(epoch=0, batch=0)
+    callbacks = [fit.UpdateEpochState(mine), fit.UpdateBatchState(mine)]
+    model = SimpleNamespace(stop_training=False)
+    for epochs in (3, 2, 4):
+        before = mine.epoch
+        batches_of_epochs(callbacks, model, 1, 0, epochs)
+        assert mine.epoch == before + epochs
+    mine.epoch = first  # as after a failure
+    batches_of_epochs(callbacks, model, 1, 2, 5)
+    assert mine.epoch == 5
+
+
 def test_commits_are_as_far_apart_as_asked():
     mine = state(epoch=0, batch=0)
     saved: list[int] = []
