@@ -12,7 +12,8 @@ See docs/adr/0051-generations-of-engines.md.
 Invariants
   1. Generations have ascending numbers, from 1; each has one World.
   2. A World contains only members that have reported, since the previous World, that they left it.
-  3. Rank 0 has the most advanced state: most steps first, then most marks since the last one, then
+  3. A World has a member of an earlier one, unless it is the first.
+  4. Rank 0 has the most advanced state: most steps first, then most marks since the last one, then
      the oldest. Ranks of a host are consecutive.
 
 Every method returns the events that it causes, in order. Pure: no clock, sockets or threads.
@@ -241,12 +242,16 @@ class Generations:
         over = self.broken or not members or any(each.ready for each in members)
         if self.ended or not (over if self.number else self._processes):
             return ""
-        here = sum(
-            self._is_wanted(each) and (each.ready or each.rank >= 0 or not self.number)
+        here = [
+            each
             for each in self._all()
-        )
-        if here < self._min_members():
-            return "" if self._finished else f"{here} of at least {self._min_members()} processes"
+            if self._is_wanted(each) and (each.ready or each.rank >= 0 or not self.number)
+        ]
+        if len(here) < self._min_members():
+            wanted = f"{len(here)} of at least {self._min_members()} processes"
+            return "" if self._finished else wanted
+        if not self._have_state(here):
+            return "no process that has the state of the training"
         late = self._late()
         return f"{_name(late[0])} is not ready" if late else ""
 
@@ -287,6 +292,10 @@ class Generations:
         members = len(self.world.members) if self.world is not None else 0
         return members < self.max_np and self._is_wanted(process)
 
+    def _have_state(self, processes: Iterable[_Process]) -> bool:
+        """Whether one of them has; newcomers alone would begin again."""
+        return not self.number or not all(each.newcomer for each in processes)
+
     def _late(self) -> list[_Process]:
         """The members that must be ready: only the first generation waits for newcomers."""
         return [
@@ -311,6 +320,8 @@ class Generations:
                 events.append(Retired(each.uid))
         waiting = [each for each in self._all() if each.ready and not each.retired]
         if self.ended or self._late() or len(waiting) < max(self._min_members(), 1):
+            return events
+        if not self._have_state(waiting):
             return events
         chosen = sorted(waiting, key=_Process.advance)[: self.max_np]
         hosts = list(dict.fromkeys(each.host for each in chosen))

@@ -78,6 +78,26 @@ def test_survivors_go_on_without_waiting_for_newcomers():
     assert job.ready("new", 0, 0, False, False) == [Updated(2, ADDED)]
 
 
+@pytest.mark.parametrize("how", ["killed", "failed", "removed"])
+def test_newcomers_alone_would_start_from_the_beginning(how: str):
+    job = Generations(2, 1, 2)
+    came(job, "x", "y")
+    job.lost("y", "killed")
+    assert uids(again(job, "x", failed=True)) == ["x"]
+    came(job, "new", host="b")
+    if how == "killed":
+        events = job.lost("x", "killed")
+    elif how == "failed":
+        events = job.done("x", 1)
+    else:
+        job.retire("a")
+        events = again(job, "x", failed=False)
+    events += came(job, "late", host="b")
+    assert World not in map(type, events)
+    assert job.lacks() == "no process that has the state of the training"
+    assert [type(each) for each in job.give_up()] == [Ended]
+
+
 def test_too_few_wait_for_newcomers_and_not_for_ever():
     job = Generations(2, 2, 2)
     came(job, "x", "y")
@@ -256,7 +276,11 @@ class AnyHistory(RuleBasedStateMachine):
     def nobody_waits_in_vain(self) -> None:
         """A waiting member can go on, waits for a working member, or has a time limit."""
         if self.waiting and not self.job.ended and not self.inside:
-            enough = len(self.waiting) >= 2 and (self.worlds or len(self.waiting) >= 3)
+            enough = len(self.waiting) >= (2 if self.worlds else 3)
+            if self.worlds:
+                enough &= any(
+                    each.uid in self.waiting for world in self.worlds for each in world.members
+                )
             assert not enough or (not self.worlds and self.silent)
             assert self.job.lacks() or self.job.ended
 
