@@ -145,6 +145,7 @@ class SetOfMembers:
         self.users = itertools.count(1)  # for names: it has as many users on all members
         self._lock = threading.Lock()
         self._handle = 0
+        self._error: Exception | None = None
         self._set = global_process_set
         if len(ranks) < job.size():
             self._set = ProcessSet(ranks)
@@ -164,8 +165,14 @@ class SetOfMembers:
             if not collectives.wait_at_most(self._handle, timeout_s):
                 return None
             with self._lock:
+                if self._error is not None:
+                    raise self._error
                 if self._set.process_set_id is None:
-                    self._set.process_set_id = collectives.wait(self._handle)
+                    try:
+                        self._set.process_set_id = collectives.wait(self._handle)
+                    except Exception as error:  # all callers get it, not only the first
+                        self._error = error
+                        raise
         return self._set
 
 
