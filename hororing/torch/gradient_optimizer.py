@@ -282,6 +282,8 @@ class Distributed(torch.optim.Optimizer):
         """Reset the gradients. AssertionError while some are being reduced: `backward()` failed."""
         self._check_nothing_in_flight("zero_grad()")
         self._start_over()
+        if self._reducer is not None and self.weight is not None:
+            self._reducer.follow()  # as in Weighing.set
         super().zero_grad(set_to_none)
 
     def _check_nothing_in_flight(self, what: str) -> None:

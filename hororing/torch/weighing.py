@@ -88,8 +88,10 @@ class Weighing:
         changes = changes or self._passes != reducer.passes
         self.weight, self._passes = weight, reducer.passes
         self.used |= weight is not None
-        for param, gradient in reducer.follow() if changes else ():
-            self.arrange(param, gradient)
+        if changes or weight is not None:
+            entries = reducer.follow()  # parameters that have thawed need hooks in the first pass
+            for param, gradient in entries if changes else ():
+                self.arrange(param, gradient)
 
     def arrange(self, param: torch.Tensor, gradient: Gradient) -> None:
         """Turn the weighing of a gradient on or off."""

@@ -184,6 +184,8 @@ def case_complex_variables_and_averages_of_integer_rows() -> None:
         check_both(gradients, check)
         hvd.broadcast_variables([dense, table], size - 1)
         np.testing.assert_array_equal(table, [1j * (size - 1)] * 3)
+    if size == 1:
+        return
     with tf.GradientTape() as tape:
         loss = tf.math.real(dense)
     with pytest.raises(ValueError, match="op=Max is not defined for complex128"):

@@ -346,22 +346,27 @@ def case_weights_do_not_overflow_sparse_16_bit_gradients() -> None:
 
 
 def case_frozen_parameters_may_get_a_weight_and_thaw() -> None:
-    model = nn.ModuleList([nn.Linear(6, 2).double() for _ in range(2)])
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2
-    )
-    x, y = batch_of(draws(90), torch.float64)
-    for frozen in (True, False):
-        model[0].requires_grad_(not frozen)
-        optimizer.zero_grad()
-        for weight in (1.0, 3.0):
-            optimizer.weight = weight
-            loss = mean_loss(model[1], x, y) + (0.0 if frozen else mean_loss(model[0], x, y))
-            (weight * loss).backward()
-        for layer in model[frozen:]:
-            (wanted,) = torch.autograd.grad(mean_loss(layer, x, y), layer.weight)
-            assert torch.allclose(layer.weight.grad, wanted * 2.5)
-        optimizer.step()
+    for frozen_before, weight_by_pass in ((False, True), (True, True), (True, False)):
+        model = nn.ModuleList([nn.Linear(6, 2).double() for _ in range(2)])
+        model[0].requires_grad_(not frozen_before)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2
+        )
+        optimizer.weight = 2.0
+        x, y = batch_of(draws(90), torch.float64)
+        for frozen in (True, False):
+            model[0].requires_grad_(not frozen)
+            optimizer.zero_grad()
+            for weight in (1.0, 3.0):
+                if weight_by_pass:
+                    optimizer.weight = weight
+                loss = mean_loss(model[1], x, y) + (0.0 if frozen else mean_loss(model[0], x, y))
+                (weight * loss).backward()
+            for layer in model[frozen:]:
+                (wanted,) = torch.autograd.grad(mean_loss(layer, x, y), layer.weight)
+                factor = 2.5 if weight_by_pass else 2.0
+                assert torch.allclose(layer.weight.grad, wanted * factor)
+            optimizer.step()
 
 
 def case_compiled_autograd_does_not_weigh_passes_and_says_so() -> None:
