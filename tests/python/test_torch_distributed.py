@@ -157,6 +157,44 @@ def case_gathers_and_scatters() -> None:
     assert torch.equal(part, all_of(6).sum(0).split([1, 2, 3])[rank])
 
 
+def case_methods_of_the_group_take_short_forms() -> None:
+    group: Any = dist.group.WORLD
+    rank = dist.get_rank()
+
+    def filled(start: Any, *tensors: Any) -> list[list[float]]:
+        start.wait()
+        return [tensor.tolist() for tensor in tensors]
+
+    def outputs() -> list[torch.Tensor]:
+        return [torch.zeros(1) for _ in range(3)]
+
+    own, each = [float(rank)], [[0.0], [1.0], [2.0]]
+    for wrapped in (lambda x: x, lambda x: [x]):
+        one = torch.tensor(own)
+        assert filled(group.allreduce(wrapped(one), OP.MAX), one) == [[2.0]]
+        one = torch.tensor(own)
+        assert filled(group.allreduce(wrapped(one), op=OP.MIN), one) == [[0.0]]
+    one = torch.tensor(own)
+    assert filled(group.allreduce(one), one) == [[3.0]]
+    one = torch.tensor(own)
+    assert filled(group.broadcast(one, 1), one) == [[1.0]]
+    one = torch.tensor(own)
+    assert filled(group.reduce(one, root=2, op=OP.SUM), one) == ([[3.0]] if rank == 2 else [own])
+    parts, one = outputs(), torch.tensor(own)
+    assert filled(group.allgather(parts, one), *parts) == each
+    parts = outputs()
+    assert filled(group.allgather([parts], [one]), *parts) == each
+    whole = torch.zeros(3)
+    assert filled(group._allgather_base(whole, one), whole) == [[0.0, 1.0, 2.0]]
+    parts = outputs() if rank == 1 else []
+    assert filled(group.gather(parts, one, 1), *parts) == (each if rank == 1 else [])
+    sources = [torch.tensor([float(of)]) for of in range(3)]
+    assert filled(group.scatter(one, sources if rank == 1 else [], 1), one) == [own]
+    assert filled(group.reduce_scatter(one, sources, OP.SUM), one) == [[3.0 * rank]]
+    group.barrier(timedelta(seconds=60)).wait()
+    raises(TypeError, "at most 3", lambda: group.broadcast(one, 0, None, 1))
+
+
 def case_all_to_all() -> None:
     rank = dist.get_rank()
     output = torch.empty(3, 2)

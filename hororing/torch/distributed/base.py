@@ -24,6 +24,7 @@ from hororing.errors import MismatchError, StalledError
 from hororing.process_sets import ProcessSet
 from hororing.torch.distributed import callbacks
 from hororing.torch.distributed.board import Board
+from hororing.torch.distributed.forms import long_form
 from hororing.torch.distributed.work import Work
 from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import adapter, verbs
@@ -45,6 +46,7 @@ def request(function: F) -> F:
     def call(self: Group, *args: Any, **kwargs: Any) -> Work:
         name = self.next_name(verb)
         try:
+            args = long_form(verb, args, kwargs)
             work: Work = function(self, name, *args, **kwargs)
         except Exception:  # of whatever type: torch, too, refuses tensors
             self.refuse(name)

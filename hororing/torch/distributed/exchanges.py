@@ -20,6 +20,7 @@ from hororing.torch.distributed.base import (
     same_shape,
     single,
 )
+from hororing.torch.distributed.forms import AllgatherOptions
 from hororing.torch.distributed.work import Work
 from hororing.torch.verbs import adapter, verbs
 
@@ -42,7 +43,6 @@ class Exchanges(Group):
         self, name: str, outputs: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
         """Copy every rank's tensor into a list; ranks may differ in the first dimension."""
-        opts = opts or dist.AllgatherOptions()
         tensor, targets = single(inputs, "all_gather"), single(outputs, "all_gather")
         return self._gather("all_gather", name, [list(targets)], [tensor], opts)
 
@@ -51,7 +51,7 @@ class Exchanges(Group):
         self, name: str, outputs: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
         """Like `allgather` with several tensors, which are lists of `outputs` by rank."""
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         self._check_count("all_gather_coalesced", "lists of outputs", outputs)
         if any(len(each) != len(inputs) for each in outputs):
             raise ValueError(
@@ -100,7 +100,7 @@ class Exchanges(Group):
         self, name: str, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Work:
         """Concatenate the tensors of all ranks into one."""
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         return self._gather_into("all_gather_into_tensor", name, [output], [tensor], opts)
 
     @request
@@ -108,7 +108,7 @@ class Exchanges(Group):
         self, name: str, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
         """Like `_allgather_base` with several tensors, in one request."""
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         return self._gather_into("all_gather_into_tensor_coalesced", name, outputs, inputs, opts)
 
     def _gather_into(
@@ -219,7 +219,6 @@ class Exchanges(Group):
     @request
     def barrier(self, name: str, opts: Any = None) -> Work:
         """Wait for all ranks."""
-        opts = opts or dist.BarrierOptions()
         handle = control.start_barrier(name, self._members(), blocking=not opts.asyncOp)
         return self._work("barrier", name, handle, [], opts)
 

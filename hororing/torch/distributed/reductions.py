@@ -50,7 +50,6 @@ class Reductions(Group):
     @request
     def allreduce(self, name: str, tensors: Any, opts: Any = None) -> Work:
         """Combine one tensor over the group, in place; dense, or sparse COO for SUM and AVG."""
-        opts = opts or dist.AllreduceOptions()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         tensor, op = single(tensors, "all_reduce"), opts.reduceOp
         if tensor.layout is torch.sparse_coo:
@@ -119,7 +118,6 @@ class Reductions(Group):
         self, name: str, outputs: Tensors, inputs: list[Tensors], opts: Any = None
     ) -> Work:
         """Combine a list of tensors, one for each rank."""
-        opts = opts or dist.ReduceScatterOptions()
         output, sources = single(outputs, "reduce_scatter"), single(inputs, "reduce_scatter")
         self._check_count("reduce_scatter", "inputs", sources)
         if output.shape != sources[self._place].shape:
