@@ -76,6 +76,7 @@ def run_fn(func: Train, reset: Callable[[], None], convert: ConvertError = lambd
                     if not membership.is_elastic():
                         _add(failure, _NOT_ELASTIC)
                         raise failure from (None if failure is error else error)
+                    del failure  # its traceback holds what `func` has made, such as optimizers
                     state._fall_back()
                     failed = needs_sync = True
                 membership.set_progress(*state._progress())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -202,6 +203,23 @@ def test_the_loop_goes_back_and_on():
     assert traced([HostsUpdatedInterrupt(True), 3]) == ([*BEGIN, *skipped], 3)
     both = [HostsUpdatedInterrupt(True), ShutDownError("x"), 3]
     assert traced(both) == ([*BEGIN, *skipped, "restore", *again], 3)
+
+
+@pytest.mark.parametrize("error", [ShutDownError, HostsUpdatedInterrupt])
+def test_what_the_function_has_made_goes_before_it_is_called_again(error: type[Exception]):
+    """The hooks of an optimizer, too, which would reduce the gradients of the model again."""
+    made: list[Any] = []
+
+    def func(_: Any) -> bool:
+        if made:
+            return made[0]() is None
+        optimizer = np.zeros(1)
+        made.append(weakref.ref(optimizer))
+        raise error("")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(membership, "is_elastic", lambda: True)
+        assert elastic.run_fn(func, lambda: None)(Traced([]))
 
 
 def test_a_failure_while_the_state_is_sent_is_one_like_others():
