@@ -102,7 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, dest=dest, action="store_const", const="1", **hidden)
         group.add_argument("--no-" + flag[2:], dest=dest, action="store_const", const="0", **hidden)
     for flag, variable in _UNUSED_VALUES.items():
-        group.add_argument(flag, dest=_PREFIX + variable, type=lambda _: "1", **hidden)
+        on = variable == "HOROVOD_AUTOTUNE"  # a switch, whatever the value of these flags
+        convert: Callable[[str], str] = (lambda _: "1") if on else str
+        group.add_argument(flag, dest=_PREFIX + variable, type=convert, **hidden)
     for flag, instead in _REFUSED.items():
         group.add_argument(flag, action=_Refuse, nargs="?", const=instead, **hidden)
 

@@ -500,10 +500,11 @@ def test_with_mpi_the_mpirun_line_is_printed_and_run(tmp_path: Path):
     fake.write_text('#!/bin/sh\necho ran "$@"\nexit 4\n')
     fake.chmod(0o755)
     flags = ["-H", "a:2,b:2", "--mpi", "--autotune-log-file", "y", "-x", "A", "--mpi-args=--v"]
-    flags += ["--tcp", "--no-hierarchical-allreduce"]
+    flags += ["--tcp", "--no-hierarchical-allreduce", "--num-nccl-streams", "3"]
     path = f"{tmp_path}:/usr/bin:/bin"
     done = run("-np", "4", *flags, "python", "t.py", PATH=path, A="1")
     settings = "HORORING_TRANSPORT=tcp -x HOROVOD_AUTOTUNE=1 -x HOROVOD_HIERARCHICAL_ALLREDUCE=0"
+    settings += " -x HOROVOD_NUM_NCCL_STREAMS=3"
     words = f"-np 4 -H a:2,b:2 --output tag -x A -x {settings} --v python t.py"
     assert done.stdout == f"mpirun {words}\nran {words}\n"
     assert done.returncode == 4
