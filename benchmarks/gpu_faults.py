@@ -15,7 +15,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 LIMIT_S = 5.0  # HORORING_TIMEOUT_S of the ranks
 MARGIN_S = 15.0  # how much later an error may arrive
@@ -47,8 +52,23 @@ def raised(rank: int) -> None:
 
 
 def killed_far_ahead(rank: int) -> None:
-    """The peer has filled the queue of its GPU, and stays in a launch (ADR 60)."""
-    killed(rank)
+    """The survivor has filled the queue of its GPU, and stays in a launch (ADR 60).
+
+    The peer's kernels wait behind 20 s of other work, the survivor's for them.
+    """
+    if rank == 1:
+        stuck(rank)
+        threading.Timer(3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def fill_queue(tensor: torch.Tensor) -> None:
+    """Launch more kernels than a queue takes; report how long the longest launch waited."""
+    longest = 0.0
+    for _ in range(5000):
+        begin = time.monotonic()
+        tensor.add_(1)
+        longest = max(longest, time.monotonic() - begin)
+    print(f"a launch waited {longest:.1f} s;", end=" ", flush=True)
 
 
 CASES = {case.__name__: case for case in (killed, stopped, stuck, raised, killed_far_ahead)}
@@ -74,9 +94,8 @@ def train(name: str) -> None:
             handles = [hvd.allreduce_async_(tensor, name=f"gradient.{i}") for i in range(4)]
             for handle in handles:
                 hvd.synchronize(handle)
-            if name == "killed_far_ahead":
-                for _ in range(200):
-                    small.add_(1)
+            if name == "killed_far_ahead" and step == 25:
+                fill_queue(small)
             elif step % 10 == 9:
                 torch.cuda.synchronize()
             if time.monotonic() - begin > LIMIT_S + MARGIN_S:
