@@ -6,18 +6,140 @@ Mixins for the callbacks of either, which contain what differs between the two.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 import hororing.numpy as hvd
-from hororing import arguments
+from hororing import arguments, collectives, membership
 from hororing.objects import allgather_object
 from hororing.runtime import rank, size
 
+NOTHING_REDUCED = (
+    "the model was trained, but no gradient went through hororing's DistributedOptimizer: ranks "
+    "train separately. Pass what DistributedOptimizer returns to model.compile (again, if the "
+    "model was trained before); a copy of a model (clone_model, a loaded file) has a plain "
+    "optimizer, which must be wrapped again"
+)
 
-def built_on_all(model: Any, optimizer_variables: int, title: str) -> tuple[bool, bool]:
+
+class Broadcast:
+    """Broadcasts one rank's weights and optimizer variables, and checks that gradients are reduced.
+
+    A model that is already built is broadcast before the first batch. What that batch builds is
+    broadcast after it: ranks start with different weights, but continue with the same ones. `build`
+    of a sub-class of keras.Model may leave its layers to the first batch. Each rank keeps the
+    states of its random generators (for example of dropout layers).
+
+    Parameters
+    ----------
+    root_rank : the rank whose values are sent.
+    device : accepted for Horovod's sake; no effect.
+    local_variables : variables to leave out, as `register_local_var` does.
+
+    Raises
+    ------
+    RuntimeError : after the first batch, if no gradient was reduced; before it, if only some ranks
+        have built the model.
+    """
+
+    model: Any  # Keras sets it
+
+    def __init__(
+        self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None
+    ) -> None:
+        super().__init__()
+        arguments.check_text("device", device)
+        self.root_rank = arguments.check_root(root_rank, type(self).__name__)
+        self._local = {self._key(variable) for variable in local_variables or ()}
+        self._done = False
+        self._before: set[Any] = set()  # what was broadcast before the first batch
+        self._sent: Any = None  # the model, optimizer and generation of the latest broadcast
+        self._checked = False
+        self._submitted = 0
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave a variable out of the broadcast."""
+        self._local.add(self._key(var))
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Broadcast, if the model is built and new, or an elastic job was formed again."""
+        optimizer = self._optimizer
+        self._done = self._sent == (self.model, optimizer, membership.generation())
+        self._checked = False
+        if not self._done:
+            self._before = set()
+            count = len(self._states(optimizer))
+            built, alike = _built_on_all(self.model, count, type(self).__name__)
+            if built:
+                # Its first step would build it, perhaps with variables that the model does not
+                # list. But a rank may have loaded its state.
+                if optimizer is not None and not alike:
+                    self._build(optimizer)
+                self._broadcast()
+        self._submitted = collectives.submitted()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Check that gradients were reduced; broadcast, if the model was not built before."""
+        if not self._checked:
+            self._checked = True
+            if size() > 1 and self._optimizer is not None and self._has_reduced_nothing():
+                raise RuntimeError(NOTHING_REDUCED)
+        if not self._done:
+            self._broadcast()
+            self._done = True
+
+    @property
+    def _optimizer(self) -> Any:
+        return getattr(self.model, "optimizer", None)
+
+    def _has_reduced_nothing(self) -> bool:
+        uses = self._uses(self._optimizer)
+        if uses is not None:
+            return not uses
+        # A train step may reduce gradients itself.
+        return collectives.submitted() == self._submitted or _only_keras(
+            self.model, self._optimizer
+        )
+
+    def _broadcast(self) -> None:
+        """Broadcast, before the first batch. After it, what has come: an optimizer's is equal."""
+        states = () if self._before else self._states(self._optimizer)
+        # A variable may be in both.
+        unique = {self._key(variable): variable for variable in (*self.model.weights, *states)}
+        left_out = self._local | self._before
+        variables = [variable for key, variable in unique.items() if key not in left_out]
+        if variables:
+            self._send(variables)
+        self._before = set(unique)
+        self._sent = (self.model, self._optimizer, membership.generation())
+
+    # What differs between Keras 2 and 3.
+
+    @staticmethod
+    def _key(variable: Any) -> Any:
+        """Return what identifies a variable."""
+        return id(variable)
+
+    def _states(self, optimizer: Any) -> Sequence[Any]:
+        """Return the variables of an optimizer, or of None."""
+        raise NotImplementedError
+
+    def _build(self, optimizer: Any) -> None:
+        """Create the variables of an optimizer, if it has none."""
+        raise NotImplementedError
+
+    def _uses(self, optimizer: Any) -> bool | None:
+        """Return whether a distributed optimizer was used as it should; None: it is another one."""
+        raise NotImplementedError
+
+    def _send(self, variables: list[Any]) -> None:
+        """Broadcast variables from `root_rank`."""
+        raise NotImplementedError
+
+
+def _built_on_all(model: Any, optimizer_variables: int, title: str) -> tuple[bool, bool]:
     """Return whether the model has variables, and whether all optimizers have as many.
 
     RuntimeError if only some ranks have variables: they would broadcast before the first batch, and
@@ -36,7 +158,7 @@ def built_on_all(model: Any, optimizer_variables: int, title: str) -> tuple[bool
     return all(built), len({count for _, count in found}) == 1
 
 
-def only_keras(model: Any, optimizer: Any) -> bool:
+def _only_keras(model: Any, optimizer: Any) -> bool:
     """Whether Keras' own code makes and applies the gradients: it reduces nothing.
 
     Requests in such a train step are those of layers, such as SyncBatchNormalization.

@@ -24,6 +24,7 @@ from keras import ops
 from hororing import membership
 from hororing.arguments import Adasum, Average, Max, Sum, check_weight, op_name
 from hororing.elastic.variables import Stepper
+from hororing.fit_callbacks import NOTHING_REDUCED
 from hororing.keras.backends import Accumulator, backend
 from hororing.optimizer_settings import Settings
 from hororing.process_sets import global_process_set
@@ -394,13 +395,6 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
 def _is_maximum(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
-
-NOTHING_REDUCED = (
-    "the model was trained, but no gradient went through hororing's DistributedOptimizer: ranks "
-    "train separately. Pass what DistributedOptimizer returns to model.compile (again, if the "
-    "model was trained before); a copy of a model (clone_model, a loaded file) has a plain "
-    "optimizer, which must be wrapped again"
-)
 
 WRONG_ORDER = (
     "a LossScaleOptimizer around a distributed optimizer would let one rank skip a reduction that "

@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hororing import arguments, collectives, fit_callbacks, membership
+from hororing import fit_callbacks
 from hororing.elastic import fit
-from hororing.keras.distributed import NOTHING_REDUCED
-from hororing.runtime import size
 from hororing.tensorflow.gradients import variable_key
 from hororing.tensorflow.keras.legacy import Distributed, inner_optimizer
 from hororing.tensorflow.state import broadcast_variables
 
 
-class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Broadcasts weights and optimizer variables of one rank; checks that gradients are reduced.
-
-    As the one of hororing.keras.callbacks, with its arguments and errors.
-    """
-
-    def __init__(
-        self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None
-    ) -> None:
-        super().__init__()
-        arguments.check_text("device", device)
-        self.root_rank = arguments.check_root(root_rank, type(self).__name__)
-        self._local = {variable_key(variable) for variable in local_variables or ()}
-        self._done = False
-        self._before: set[Any] = set()  # what was broadcast before the first batch
-        self._sent: Any = None  # the model, optimizer and generation of the latest broadcast
-        self._checked = False
-        self._submitted = 0
-
-    def register_local_var(self, var: Any) -> None:
-        """Exclude a variable from the broadcast."""
-        self._local.add(variable_key(var))
+class BroadcastGlobalVariablesCallback(fit_callbacks.Broadcast, tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """Broadcasts one rank's weights and optimizer variables: hororing.fit_callbacks.Broadcast."""
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcast the variables of a new model, and of each generation of an elastic job."""
@@ -47,54 +25,28 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
                 f"{type(self).__name__}: tf_keras in sessions of TensorFlow 1 is not supported; "
                 "leave out tf.compat.v1.disable_eager_execution()"
             )
-        outer = getattr(self.model, "optimizer", None)
-        self._done = self._sent == (self.model, outer, membership.generation())
-        self._checked = False
-        if not self._done:
-            self._before = set()
-            count = 0 if outer is None else len(outer.variables())
-            built, alike = fit_callbacks.built_on_all(self.model, count, type(self).__name__)
-            if built:
-                if outer is not None and not alike:  # a rank has loaded its optimizer's state
-                    optimizer = inner_optimizer(outer)
-                    build = getattr(optimizer, "_create_all_weights", None) or optimizer.build
-                    build(self.model.trainable_variables)
-                self._broadcast()
-        self._submitted = collectives.submitted()
+        super().on_train_begin(logs)
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Check that gradients were reduced; broadcast, unless it was done before."""
-        if not self._checked:
-            self._checked = True
-            self._check()
-        if not self._done:
-            self._broadcast()
-            self._done = True
+    @staticmethod
+    def _key(variable: Any) -> Any:
+        return variable_key(variable)
 
-    def _check(self) -> None:
-        optimizer = inner_optimizer(getattr(self.model, "optimizer", None))
-        if size() == 1 or optimizer is None:
-            return
-        if isinstance(optimizer, Distributed):
-            if optimizer._settings.reduces and not optimizer._state.was_called:
-                raise RuntimeError(NOTHING_REDUCED)
-        elif collectives.submitted() == self._submitted or fit_callbacks.only_keras(
-            self.model, optimizer
-        ):  # a train step may reduce by itself
-            raise RuntimeError(NOTHING_REDUCED)
+    def _states(self, optimizer: Any) -> Sequence[Any]:
+        return () if optimizer is None else optimizer.variables()
 
-    def _broadcast(self) -> None:
-        """Broadcast, before the first batch. After it, what has come: an optimizer's is equal."""
-        optimizer = getattr(self.model, "optimizer", None)
-        states = () if optimizer is None or self._before else optimizer.variables()
-        # A variable may be in both.
-        unique = {variable_key(each): each for each in (*self.model.weights, *states)}
-        left_out = self._local | self._before
-        variables = [variable for key, variable in unique.items() if key not in left_out]
-        if variables:
-            broadcast_variables(variables, self.root_rank)
-        self._before = set(unique)
-        self._sent = (self.model, optimizer, membership.generation())
+    def _build(self, optimizer: Any) -> None:
+        inner = inner_optimizer(optimizer)
+        build = getattr(inner, "_create_all_weights", None) or inner.build
+        build(self.model.trainable_variables)
+
+    def _uses(self, optimizer: Any) -> bool | None:
+        inner = inner_optimizer(optimizer)
+        if not isinstance(inner, Distributed):
+            return None
+        return inner._state.was_called or not inner._settings.reduces
+
+    def _send(self, variables: list[Any]) -> None:
+        broadcast_variables(variables, self.root_rank)
 
 
 class MetricAverageCallback(fit_callbacks.MetricAverage, tf.keras.callbacks.Callback):  # type: ignore[misc]
