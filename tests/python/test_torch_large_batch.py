@@ -366,6 +366,7 @@ def test_a_schedule_drives_groups_and_resumes():
         scheduler.step()
     again = ScheduleLR(torch.optim.SGD([{"params": [p]} for p in params], lr=1.0), schedule)
     again.load_state_dict(seen[7])
+    assert [g["lr"] for g in again.optimizer.param_groups] == [schedule(7), schedule(7) / 2]
     again.step()
     assert again.get_last_lr() == [schedule(8), schedule(8) / 2]
     torch.save(seen[7], file := io.BytesIO())

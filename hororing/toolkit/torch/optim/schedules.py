@@ -56,3 +56,17 @@ class ScheduleLR(LRScheduler):
     def state_dict(self) -> dict[str, Any]:
         """Return the saved state: everything but the schedule."""
         return {key: value for key, value in super().state_dict().items() if key != "schedule"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of `state_dict`, and set the rates of its step.
+
+        torch's schedulers leave the rates to the optimizer's state, which may be loaded before a
+        scheduler is made, and that sets the first rate.
+        """
+        super().load_state_dict(state_dict)
+        self._last_lr = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
