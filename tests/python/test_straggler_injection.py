@@ -108,17 +108,26 @@ def test_arguments_out_of_range_are_refused(arguments, text):
     ],
 )
 def test_ranks_and_hosts_that_do_not_exist_are_named(arguments, text):
-    injector = StragglerInjector(0.5, 0.1, rank=0, host_of=HOSTS, **arguments)
     with pytest.raises(ValueError, match=text):
+        StragglerInjector(rank=0, host_of=HOSTS, **arguments)
+
+
+def test_ranks_that_do_not_exist_are_named_by_the_first_call_if_init_comes_later():
+    injector = StragglerInjector(0.5, 0.1, rank=0, ranks=[-1])
+    with pytest.raises(ValueError, match="there is no rank -1"):
         injector()
-    with pytest.raises(ValueError, match=text):
-        injector.delays(1)
+    with pytest.raises(ValueError, match="there is no rank -1"):
+        injector.delays(1, ranks=2)
+    with pytest.raises(TypeError):
+        StragglerInjector(ranks=[1.0])
 
 
 def case_a_late_rank_delays_the_collective_of_all():
     import hororing.numpy as hvd
 
     hvd.init()
+    with pytest.raises(ValueError, match=f"there is no rank 9 among {hvd.size()}"):
+        StragglerInjector(ranks=[9])
     injector = StragglerInjector(1.0, 0.15, ranks=[1], hosts=[0])
     for step in range(3):
         hvd.barrier()

@@ -6,6 +6,7 @@ resumed, and replayed with arithmetic alone (`StragglerInjector.delays`, simulat
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -58,8 +59,8 @@ class StragglerInjector:
 
     Raises
     ------
-    ValueError : an argument out of range; a rank or a host that does not exist (at the first call,
-        if `init` comes later).
+    ValueError : an argument out of range; a rank or a host that does not exist (at the first call
+        that may be late, if `init` comes later).
 
     Examples
     --------
@@ -89,11 +90,13 @@ class StragglerInjector:
         self.seed = seed
         self.step = 0  # number of calls
         self.late_steps = 0  # number of these in which it slept on this rank
-        self._ranks = None if ranks is None else frozenset(ranks)
+        self._ranks = None if ranks is None else frozenset(map(operator.index, ranks))
         self._hosts = None if hosts is None else frozenset(hosts)
         self._rank = rank
         self._host_of = None if host_of is None else list(host_of)
         self._prone: bool | None = None  # whether this rank may be late, once that is known
+        if self._host_of or (rank is None and hvd.is_initialized()):
+            self._may_be_late(self._host_of or [*host_names()])  # raises
 
     @classmethod
     def fixed_host(cls, host: int | str, delay_s: float, **options: Any) -> StragglerInjector:
