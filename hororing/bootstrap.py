@@ -18,6 +18,7 @@ HORORING_HOSTNAME             name of this host there; unset: its own
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
@@ -26,6 +27,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from hororing import launch, starts
@@ -42,6 +44,7 @@ _RANKS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _SECRETS = ("SECRET_FD", "SECRET_KEY", "SECRET_FILE")
 _MIN_SECRET_BYTES = 16
 _MAX_SECRET_BYTES = 4096
+_SECRET_FILE = "/memfd:hororing-secret"
 _UNNAMED = "job"
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
@@ -360,10 +363,26 @@ def _secret(env: Mapping[str, str]) -> bytes:
 
 def _secret_of(name: str, text: str) -> bytes:
     if name == "SECRET_FD":
-        # At this offset, so that a program that replaces this process can read it again.
-        return os.pread(_number(name, text), _MAX_SECRET_BYTES + 1, 0)
+        return _secret_in_memory(_number(name, text))
     with open(text, "rb") as file:
         return file.read(_MAX_SECRET_BYTES + 2).strip()
+
+
+def _secret_in_memory(number: int) -> bytes:
+    """Read the launcher's file. A rank's program may have started this one without the descriptor.
+
+    Python's subprocess passes none on, for example. The nearest ancestor that has it counts.
+    """
+    pid = os.getpid()
+    with contextlib.suppress(FileNotFoundError):
+        while pid > 1:
+            place = f"/proc/{pid}/fd/{number}"
+            if os.path.lexists(place) and os.readlink(place).startswith(_SECRET_FILE):
+                with open(place, "rb") as file:
+                    return file.read(_MAX_SECRET_BYTES + 1)
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+    # At this offset, so that a program that replaces this process can read it again.
+    return os.pread(number, _MAX_SECRET_BYTES + 1, 0)
 
 
 def _insecure(env: Mapping[str, str]) -> bool:

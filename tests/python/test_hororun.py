@@ -188,7 +188,13 @@ def test_ranks_meet_in_the_store_of_hororun():
         "m = bootstrap.find(launch.detect(), config.load());"
         "print(m.share(str(m.rank), 20)); m.done()"
     )
-    done = run("-np", "3", sys.executable, "-c", script)
+    # Rank 2's program starts another one, to which subprocess does not pass the secret's descriptor.
+    wrapper = (
+        "import os, subprocess, sys; python = [sys.executable, '-c', sys.argv[1]]\n"
+        "if os.environ['RANK'] == '2': sys.exit(subprocess.call(python))\n"
+        "os.execv(python[0], python)"
+    )
+    done = run("-np", "3", sys.executable, "-c", wrapper, script)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{n}] ['0', '1', '2']" for n in range(3)]
 
