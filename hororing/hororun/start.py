@@ -241,13 +241,17 @@ def settings() -> dict[str, str]:
 
 
 def given(variables: Mapping[Any, Any] | None) -> dict[str, str]:
-    """The variables that a user gives in Python, as texts. TypeError."""
+    """The variables that a user gives in Python for ranks, as texts. TypeError.
+
+    HORORING_ALONE may hide the launcher of this process, but not the job of its ranks.
+    """
     for name, value in (variables or {}).items():
         if not isinstance(name, str):
             raise TypeError(f"the name of the variable {name!r} is not a text")
         if value is None:
             raise TypeError(f"the variable {name!r} is None: leave it out, or give ''")
-    return {name: str(value) for name, value in (variables or {}).items()}
+    texts = {name: str(value) for name, value in (variables or {}).items()}
+    return {"HORORING_ALONE": "0", **texts}
 
 
 def named_hosts(hosts: str | None, hostfile: str | None) -> list[Host]:

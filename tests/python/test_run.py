@@ -227,6 +227,13 @@ def test_what_cannot_be_is_an_error(how: dict[str, Any], kind: type[Exception], 
         hororing.run(**{"func": os.getpid, **how})
 
 
+def sizes() -> int:
+    import hororing.numpy as hvd
+
+    hvd.init()
+    return hvd.size()
+
+
 def test_a_rank_cannot_call_it(monkeypatch: pytest.MonkeyPatch):
     rank = launch.Launch("torchrun", 2, 4, mpi=False, sign="WORLD_SIZE=4")
     monkeypatch.setattr(launch, "detect", lambda: rank)
@@ -235,7 +242,7 @@ def test_a_rank_cannot_call_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HORORING_ALONE", "1")
     # None is the default of Horovod's arguments.
     ignored = {"verbose": 2, "use_mpi": False, "start_timeout": None, "grace": None}
-    assert len(hororing.run(os.getpid, **ignored)) == 1
+    assert hororing.run(sizes, np=2, **ignored) == [2, 2]  # ranks are not alone
 
 
 # ---------------------------------------------------------------------------------------------
