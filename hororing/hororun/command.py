@@ -418,12 +418,13 @@ def _mpirun(arguments: argparse.Namespace, placed: list[Place], command: list[st
         words += ["-H", ",".join(f"{name}:{count}" for name, count in slots.items())]
     if arguments.tag_output is not False and len(placed) > 1:
         words += ["--output", "tag"]
-    for name in arguments.variables:
-        words += ["-x", name]
-    for name, value in knob_flags.chosen(arguments).items():
-        words += ["-x", f"{name}={value}"]
+    flags = knob_flags.chosen(arguments)
     if arguments.num_replicas:
-        words += ["-x", f"HORORING_NUM_REPLICAS={arguments.num_replicas}"]
+        flags["HORORING_NUM_REPLICAS"] = str(arguments.num_replicas)
+    given = [*arguments.variables, *(f"{name}={value}" for name, value in flags.items())]
+    # One -x for each name: the last.
+    passed = {text.partition("=")[0]: text for text in [*start.settings(), *given]}
+    words += [word for text in passed.values() for word in ("-x", text)]
     binding = []
     if arguments.numa_aware:
         words += ["--bind-to", "none"]  # our wrapper binds, also memory

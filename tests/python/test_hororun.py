@@ -188,7 +188,7 @@ def test_ranks_meet_in_the_store_of_hororun():
         "m = bootstrap.find(launch.detect(), config.load());"
         "print(m.share(str(m.rank), 20)); m.done()"
     )
-    # Rank 2's program starts another one, to which subprocess does not pass the secret's descriptor.
+    # Rank 2's program starts another one, to which subprocess passes no descriptor.
     wrapper = (
         "import os, subprocess, sys; python = [sys.executable, '-c', sys.argv[1]]\n"
         "if os.environ['RANK'] == '2': sys.exit(subprocess.call(python))\n"
@@ -508,10 +508,11 @@ def test_with_mpi_the_mpirun_line_is_printed_and_run(tmp_path: Path):
     flags = ["-H", "a:2,b:2", "--mpi", "--autotune-log-file", "y", "-x", "A", "--mpi-args=--v"]
     flags += ["--tcp", "--no-hierarchical-allreduce", "--num-nccl-streams", "3"]
     path = f"{tmp_path}:/usr/bin:/bin"
-    done = run("-np", "4", *flags, "python", "t.py", PATH=path, A="1")
-    settings = "HORORING_TRANSPORT=tcp -x HOROVOD_AUTOTUNE=1 -x HOROVOD_HIERARCHICAL_ALLREDUCE=0"
-    settings += " -x HOROVOD_NUM_NCCL_STREAMS=3"
-    words = f"-np 4 -H a:2,b:2 --output tag -x A -x {settings} --v python t.py"
+    outer = {"A": "1", "HOROVOD_FUSION_THRESHOLD": "9", "HORORING_TRANSPORT": "mpi"}
+    done = run("-np", "4", *flags, "python", "t.py", PATH=path, **outer)
+    settings = "-x HOROVOD_FUSION_THRESHOLD -x HORORING_TRANSPORT=tcp -x A -x HOROVOD_AUTOTUNE=1"
+    settings += " -x HOROVOD_HIERARCHICAL_ALLREDUCE=0 -x HOROVOD_NUM_NCCL_STREAMS=3"
+    words = f"-np 4 -H a:2,b:2 --output tag {settings} --v python t.py"
     assert done.stdout == f"mpirun {words}\nran {words}\n"
     assert done.returncode == 4
 
