@@ -122,6 +122,12 @@ def check_adasum(process_set: int, verb: str) -> None:
         )
 
 
+def check_flag(what: str, name: str, value: Any) -> None:
+    """Raise TypeError for anything but True, False, 1, 0 and None. A text such as "no" is true."""
+    if value not in (0, 1, None):
+        raise TypeError(f"{what}: {name} must be True or False, not {value!r}")
+
+
 def check_root(root_rank: int, verb: str) -> int:
     """Return `root_rank` if it is an integer."""
     try:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from hororing import arguments, membership, runtime
@@ -58,6 +58,8 @@ def checked_reduction(
     """
     op = arguments.check_op(op)
     check_reduction(what, op, gradient_predivide_factor, compression, process_set)
+    arguments.check_flag(what, "sparse_as_dense", sparse_as_dense)
+    arguments.check_flag(what, "scale_local_gradients", scale_local_gradients)
     return Reduction(
         op=op,
         predivide=float(gradient_predivide_factor),
@@ -74,7 +76,7 @@ def _checked_groups(
 ) -> int | tuple[tuple[Any, ...], ...]:
     if groups is None:
         return 0
-    if isinstance(groups, int) and not isinstance(groups, bool):
+    if isinstance(groups, int):
         if groups < 1:
             raise ValueError(f"{what}: groups={groups} must be at least 1, or lists of variables")
         return groups
@@ -127,8 +129,12 @@ def choose_groups(
         if groups is not None:
             raise ValueError(f"{what}: num_groups and groups exclude each other; use groups")
         groups = num_groups
+    if isinstance(groups, bool | Mapping):
+        raise ValueError(
+            f"{what}: groups={groups!r} must be a number, or lists of parameters or variables"
+        )
     try:
-        return groups if isinstance(groups, bool) else operator.index(cast(int, groups))
+        return operator.index(cast(int, groups))
     except TypeError:
         return groups
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from hororing import arguments, membership
 from hororing.arguments import Adasum, Average
@@ -103,6 +104,7 @@ def DistributedOptimizer(
     method = compression if isinstance(compression, StatefulCompression) else None
     compression = NoneCompressor if method is not None else cast(type[Compressor], compression)
     check_reduction(what, op, gradient_predivide_factor, compression, process_set)
+    arguments.check_flag(what, "sparse_as_dense", sparse_as_dense)
     groups = choose_groups(what, num_groups, groups)
     options = Reduction(
         op=op, predivide=gradient_predivide_factor, compression=compression,
@@ -138,8 +140,8 @@ def become(
     the new class. Checks only names and groups.
     """
     params = parameters(optimizer)
-    positions = _positions(groups, params)
     named = checked_names(named_parameters, params)
+    positions = _positions(groups, params)
     members = options.process_set.process_set_id  # each set counts its optimizers
     assert members is not None
     # The first optimizer's names are those that Horovod uses for all.
@@ -182,6 +184,12 @@ def checked_names(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None, params: list[torch.Tensor]
 ) -> list[tuple[str, torch.Tensor]] | None:
     """Return the pairs, if they name all of `params` once; ValueError otherwise."""
+    lazy = [position for position, param in enumerate(params) if is_lazy(param)]
+    if lazy:
+        raise ValueError(
+            f"parameters {lazy[:8]} have no shape yet, because lazy modules get one from their "
+            "first batch; run the model on a batch, on all ranks, before the optimizer is made"
+        )
     if named_parameters is None:
         return None
     named = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]

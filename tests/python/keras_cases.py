@@ -639,6 +639,8 @@ def case_wrong_use():
         (TypeError, "predivide_factor must be a number", {"gradient_predivide_factor": "2"}),
         (ValueError, "exclude each other", {"num_groups": 2, "groups": 2}),
         (ValueError, "at least 1", {"groups": 0}),
+        (ValueError, "groups=True must be a number", {"groups": True}),
+        (TypeError, "sparse_as_dense must be True or False", {"sparse_as_dense": "no"}),
         (ValueError, "non-empty lists of variables", {"groups": [[]]}),
         (TypeError, "device_dense must be a str", {"device_dense": 0}),
         (TypeError, "name must be a str", {"name": 5}),

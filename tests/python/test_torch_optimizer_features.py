@@ -840,6 +840,9 @@ def case_bad_arguments_are_refused_before_anything_is_changed():
         ({"backward_passes_per_step": 0}, ValueError, "at least 1"),
         ({"groups": 0}, ValueError, "positive number"),
         ({"groups": -1}, ValueError, "positive number"),
+        ({"groups": True}, ValueError, "groups=True must be a number"),
+        ({"groups": {}}, ValueError, "lists of parameters"),
+        ({"sparse_as_dense": "no"}, TypeError, "sparse_as_dense must be True or False, not 'no'"),
         ({"groups": [params[0]]}, ValueError, "lists of parameters"),
         ({"groups": [[]]}, ValueError, "non-empty"),
         ({"groups": [["0.weight"]]}, ValueError, "holds a str"),
@@ -854,6 +857,10 @@ def case_bad_arguments_are_refused_before_anything_is_changed():
         assert not any(param._post_accumulate_grad_hooks for param in params)
     with pytest.raises(TypeError, match="not Linear"):
         hvd.DistributedOptimizer(model[0])
+    lazy = nn.LazyLinear(2, bias=False)
+    for names in (None, lazy.named_parameters()):
+        with pytest.raises(ValueError, match=r"\[0\] have no shape yet.*run the model"):
+            hvd.DistributedOptimizer(torch.optim.SGD(lazy.parameters()), names)
     counted = hvd.DistributedOptimizer(sgd(params), groups=torch.tensor(2))
     assert len(counted._groups or []) == 2
     del counted
