@@ -45,6 +45,8 @@ def test_whole_numbers_stay_whole():
             Range(*wrong)
     with pytest.raises(ValueError, match="above 0 where log"):
         Range(0, 1, log=True)
+    with pytest.raises(ValueError, match="whole"):
+        Range(1.5, 4, integer=True)  # Optuna would draw 1
 
 
 @needs_optuna

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import mpirun
@@ -307,6 +308,8 @@ def case_ranks_that_disagree_hear_of_it_everywhere():
             record.log(0, {"loss": np.ones(2) if hvd.rank() == 2 else 1.0})
         with pytest.raises(ValueError, match="rank 1: step must be one number, not 'last'"):
             record.log("last" if hvd.rank() == 1 else 0, {"loss": 1.0})
+        with pytest.raises(ValueError, match="rank 1: metrics must be a dict, not "):
+            record.log(0, [("loss", 1.0)] if hvd.rank() == 1 else {"loss": 1.0})
         assert record.log(1, {"loss": 1.0}) == {"loss": 1.0}
     with pytest.raises(ValueError, match="closed"):
         record.log(2, {"loss": 1.0})
@@ -323,6 +326,30 @@ def case_a_folder_that_cannot_be_written_is_an_error_on_every_rank():
     hvd.barrier()
     with pytest.raises(OSError, match="no folder"):
         RunRecord(file)
+
+
+class Down(Exception):
+    """Of a tracker; cannot be pickled, or its copy cannot be made."""
+
+    def __init__(self, server: str, part: object) -> None:
+        super().__init__(f"{server} is down")
+        self.part = part
+
+
+class Offline(tracking.TensorBoard):
+    package = "json"
+
+    def start(self, module, run):
+        raise Down("tracker", threading.Lock() if self.folder else None)
+
+
+def case_a_tracker_that_does_not_start_is_an_error_on_every_rank():
+    import hororing.numpy as hvd
+
+    for folder in ("", "file"):
+        kind: type[Exception] = RuntimeError if hvd.rank() else Down
+        with pytest.raises(kind, match="tracker is down"):
+            RunRecord(Path(os.environ["TMPDIR"], "offline"), trackers=[Offline(folder)])
 
 
 def fit(folder: str) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
 import hororing.numpy as hvd
@@ -48,6 +49,8 @@ class RunRecord:
     ------
     OSError : rank 0 cannot write there (on every rank).
     ModuleNotFoundError : a tracker that is `required` is not installed (on every rank).
+    Exception : what a tracker raises when it begins; a RuntimeError with its text on other ranks,
+        if it cannot be copied.
 
     Examples
     --------
@@ -97,10 +100,10 @@ class RunRecord:
                         warnings.warn(tracker.why_not(), stacklevel=2)
             except Exception as failed:
                 error = failed
-        path, error = _from_rank_0((path, error))
-        if error is not None:
+        path, seen = _from_rank_0((path, _portable(error)))
+        if seen is not None:
             self.close("failed")
-            raise error
+            raise seen if error is None else error
         self.path = Path(path)
 
     def log(self, step: int, metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str, float]:
@@ -126,6 +129,8 @@ class RunRecord:
                 raise ValueError("the run's record is closed")
             _number("step", step, int)
             weighs = _number("weight", weight)
+            if not isinstance(metrics, Mapping):
+                raise ValueError(f"metrics must be a dict, not {metrics!r:.80}")
             values = {name: _number(f"metric {name!r}", each) for name, each in metrics.items()}
         except ValueError as error:
             failure = str(error)
@@ -194,6 +199,15 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return str(value)
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """Return `error`, or one with its text, if a copy of it cannot be sent to other ranks."""
+    try:
+        cloudpickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"rank 0: {type(error).__name__}: {error}")
+    return error
 
 
 def _rank() -> int:

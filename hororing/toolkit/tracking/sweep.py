@@ -27,6 +27,8 @@ class Range:
     def __post_init__(self) -> None:
         if not self.low < self.high or (self.log and self.low <= 0):
             raise ValueError(f"{self}: low must be below high, and above 0 where log is set")
+        if self.integer and not (float(self.low).is_integer() and float(self.high).is_integer()):
+            raise ValueError(f"{self}: low and high must be whole numbers where integer is set")
 
     def around(self, center: float, share: float) -> Range:
         """The part of this range, `share` of its width, that is as centred as the ends allow."""
