@@ -235,18 +235,19 @@ def _run(arguments: list[str] | None) -> int:
             tool.add_arguments(command)
             command.set_defaults(run=tool.run)
     chosen = parser.parse_args(given)
-    if chosen.command == "info":
-        return info()
     if chosen.command in _COMMANDS:
         return int(chosen.run(chosen))
-    if chosen.markdown:
+    if chosen.command == "config" and chosen.markdown:
         print(documentation.markdown(), end="")
         return 0
     try:
-        print(documentation.table(config.load()))
+        settings = config.load()
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
+    if chosen.command == "info":
+        return info()
+    print(documentation.table(settings))
     return 0
 
 

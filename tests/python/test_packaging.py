@@ -145,9 +145,10 @@ def test_config_shows_values_and_sources(monkeypatch: pytest.MonkeyPatch):
     assert re.search(r"^HORORING_FUSION_BYTES +1MiB +bytes +HOROVOD_FUSION_THRESHOLD$", shown, re.M)
 
 
-def test_config_explains_a_bad_value(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("command", ["config", "info"])
+def test_config_explains_a_bad_value(command: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HORORING_SPIN_US", "soon")
-    done = run_module("config")
+    done = run_module(command)
     assert done.returncode == 1
     assert "HORORING_SPIN_US='soon'" in done.stderr
     assert "Traceback" not in done.stderr
