@@ -27,6 +27,7 @@ _OTHERS: list[tuple[str, str, bool, Callable[[str], str]]] = [
     ("--disable-cache", "CACHE_CAPACITY", False, lambda _: "0"),
     ("--no-stall-check", "STALL_WARNING_S", False, lambda _: "0"),
     ("--log-with-timestamp", "LOG_HIDE_TIME", False, lambda _: "0"),
+    ("--no-log-hide-timestamp", "LOG_HIDE_TIME", False, lambda _: "0"),
     ("--tcp", "TRANSPORT", False, lambda _: "tcp"),
 ]
 # Horovod's flags without an effect. They set Horovod's variable, so that rank 0 logs why.
@@ -34,15 +35,19 @@ _UNUSED = {
     "--autotune": "HOROVOD_AUTOTUNE",
     "--hierarchical-allreduce": "HOROVOD_HIERARCHICAL_ALLREDUCE",
     "--hierarchical-allgather": "HOROVOD_HIERARCHICAL_ALLGATHER",
+    "--torus-allreduce": "HOROVOD_TORUS_ALLREDUCE",
     "--mpi-threads-disable": "HOROVOD_MPI_THREADS_DISABLE",
 }
 _UNUSED_VALUES = {
     "--autotune-log-file": "HOROVOD_AUTOTUNE",
     "--autotune-warmup-samples": "HOROVOD_AUTOTUNE",
     "--autotune-steps-per-sample": "HOROVOD_AUTOTUNE",
+    "--autotune-bayes-opt-max-samples": "HOROVOD_AUTOTUNE",
+    "--autotune-gaussian-process-noise": "HOROVOD_AUTOTUNE",
     "--num-nccl-streams": "HOROVOD_NUM_NCCL_STREAMS",
     "--gloo-timeout-seconds": "HOROVOD_GLOO_TIMEOUT_SECONDS",
 }
+_STALL_CHECK_OFF = "HOROVOD_STALL_CHECK_DISABLE"  # which --stall-check overrides
 # Horovod's flags that are errors, and what to do.
 _REFUSED = {
     "--config-file": "give its settings as flags, and keep them with --export-config FILE",
@@ -105,6 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         on = variable == "HOROVOD_AUTOTUNE"  # a switch, whatever the value of these flags
         convert: Callable[[str], str] = (lambda _: "1") if on else str
         group.add_argument(flag, dest=_PREFIX + variable, type=convert, **hidden)
+    dest = _PREFIX + _STALL_CHECK_OFF
+    group.add_argument("--stall-check", dest=dest, action="store_const", const="0", **hidden)
     for flag, instead in _REFUSED.items():
         group.add_argument(flag, action=_Refuse, nargs="?", const=instead, **hidden)
 
@@ -123,7 +130,7 @@ class _Refuse(argparse.Action):
 def chosen(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the given flags as variables."""
     given = {knob.variable: getattr(arguments, _PREFIX + knob.name, None) for knob in KNOBS}
-    for variable in (*_UNUSED.values(), *_UNUSED_VALUES.values()):
+    for variable in (*_UNUSED.values(), *_UNUSED_VALUES.values(), _STALL_CHECK_OFF):
         given[variable] = getattr(arguments, _PREFIX + variable, None)
     return {name: text for name, text in given.items() if text is not None}
 

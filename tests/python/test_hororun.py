@@ -483,13 +483,15 @@ def test_there_is_a_flag_for_every_setting_and_for_what_horovod_calls_them(
         if knob.name != "ALONE":
             assert f"--{knob.name.lower().replace('_', '-')}" in text
     flags = "--fusion-threshold-mb 32 --timeline-filename t --disable-cache --no-stall-check"
-    words = ["-np", "2", "--dry-run", *flags.split(), "--log-with-timestamp", "env", "-np", "3"]
+    flags += " --autotune-bayes-opt-max-samples 9 --autotune-gaussian-process-noise 0.5"
+    flags += " --stall-check --no-torus-allreduce --no-log-hide-timestamp"
+    words = ["-np", "2", "--dry-run", *flags.split(), "env", "-np", "3"]
     assert main(words) == 0
     shown = capfd.readouterr().out
     for wanted in (
         "HORORING_FUSION_BYTES=32MiB", "HORORING_TIMELINE=t", "HORORING_RANK=1",
         "HORORING_CACHE_CAPACITY=0", "HORORING_STALL_WARNING_S=0", "/env -np 3\n",
-        "HORORING_LOG_HIDE_TIME=0",
+        "HORORING_LOG_HIDE_TIME=0", "HOROVOD_STALL_CHECK_DISABLE=0", "HOROVOD_TORUS_ALLREDUCE=0",
     ):  # fmt: skip
         assert wanted in shown
     assert "SECRET" not in shown
