@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import io
 import json
@@ -299,9 +300,10 @@ def _output(
     arguments: argparse.Namespace, size: int, only_from: set[int] | None, elastic: bool
 ) -> Output:
     tag = size > 1 if arguments.tag_output is None else arguments.tag_output
-    streams: dict[str, io.RawIOBase] = {
-        name: io.FileIO(number, "w", closefd=False) for name, number in ((STDOUT, 1), (STDERR, 2))
-    }
+    streams: dict[str, io.RawIOBase] = {}
+    for name, number in ((STDOUT, 1), (STDERR, 2)):
+        with contextlib.suppress(OSError):  # closed
+            streams[name] = io.FileIO(number, "w", closefd=False)
     plain = "NO_COLOR" in launch.environment()
     return Output(
         streams,
