@@ -293,7 +293,7 @@ def _addresses(store: Server, others: list[str]) -> str:
     if not store.host:
         # Ranks of this host tell others the first address at which they reach the store, so it must
         # be on the network between the hosts, and no rank may confuse loopback addresses.
-        first = [interfaces.towards(others[0])] if others else []
+        first = [interfaces.towards(_without_user(others[0]))] if others else []
         found = dict.fromkeys([*first, *interfaces.addresses()])
         hosts = [each for each in found if each and not protocol.is_loopback(each)]
     return ",".join(protocol.show_address(host, store.port) for host in hosts)
@@ -302,5 +302,10 @@ def _addresses(store: Server, others: list[str]) -> str:
 def _master(first: Place, remote: list[RemoteHost], several: bool) -> tuple[str, int]:
     for host in remote:
         if host.name == first.host:
-            return host.name, host.port
+            return _without_user(host.name), host.port
     return (socket.gethostname() if several else "127.0.0.1"), free_port()
+
+
+def _without_user(name: str) -> str:
+    """The host in a name for ssh, ``user@host``."""
+    return name.rpartition("@")[2]
