@@ -183,11 +183,12 @@ class Hierarchical(Distributed):
     # -- momenta ----------------------------------------------------------------------------
 
     def _slots(self) -> list[Any]:
-        """Optimizer variables that each belong to a weight."""
-        own = {id(self._iterations), id(getattr(self, "_learning_rate", None))}
+        """Optimizer variables that each belong to a weight; not the sums over passes."""
+        others = [self._iterations, getattr(self, "_learning_rate", None)]
+        own = {id(each) for each in [*others, *getattr(self, "_accumulated_gradients", ())]}
         shapes = {tuple(variable.shape) for variable in self._trainable_variables}
-        others = [variable for variable in self.variables if id(variable) not in own]
-        return [each for each in averageable(others) if tuple(each.shape) in shapes]
+        slots = [variable for variable in self.variables if id(variable) not in own]
+        return [each for each in averageable(slots) if tuple(each.shape) in shapes]
 
     def _momenta(self) -> list[Any]:
         return self._slots() if self._plan.momentum == "average" else []
