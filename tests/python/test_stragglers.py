@@ -305,6 +305,9 @@ def case_sets_are_told_apart():
 def case_a_watch_says_why_it_cannot():
     from hororing.toolkit.stragglers import StragglerWatch
 
+    for wrong in ("5 ms", -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"from 0 on, not {wrong!r}"):
+            StragglerWatch(tolerance_s=wrong)
     watch = StragglerWatch()
     with pytest.raises(ValueError, match="0 steps of 4 ranks were recorded"), watch:
         pass

@@ -163,8 +163,9 @@ def diagnose(recording: Recording, tolerance_s: float | None = None) -> Diagnosi
 
     Raises
     ------
-    ValueError : fewer than two steps, or one rank.
+    ValueError : fewer than two steps, or one rank; a negative tolerance.
     """
+    check_tolerance(tolerance_s)
     rows = steps(recording.collectives)
     size = len(recording.hosts)
     ends = [float(np.nanmax(parts[-1])) for parts in rows]
@@ -215,6 +216,12 @@ def diagnose(recording: Recording, tolerance_s: float | None = None) -> Diagnosi
         tolerance_s=tolerance_s,
         predicted=_predicted(own, recording.hosts),
     )
+
+
+def check_tolerance(tolerance_s: float | None) -> None:
+    """Raise ValueError unless the tolerance is None or a number of seconds."""
+    if tolerance_s is not None and (isinstance(tolerance_s, str) or not tolerance_s >= 0):
+        raise ValueError(f"the tolerance must be seconds from 0 on, not {tolerance_s!r}")
 
 
 def _own_times(rows: list[list[Array]], size: int) -> tuple[Array, Array]:

@@ -10,7 +10,7 @@ from types import TracebackType
 import hororing.numpy as hvd
 from hororing import timeline
 from hororing.toolkit.stragglers.arrivals import Recording, read_timeline
-from hororing.toolkit.stragglers.diagnosis import Diagnosis, diagnose
+from hororing.toolkit.stragglers.diagnosis import Diagnosis, check_tolerance, diagnose
 
 # How long the last events of all ranks may take to a timeline that goes on.
 _ARRIVAL_S = 10.0
@@ -30,7 +30,7 @@ class StragglerWatch:
 
     Raises
     ------
-    ValueError : too few steps were made (on every rank).
+    ValueError : too few steps were made (on every rank); a negative tolerance.
 
     Examples
     --------
@@ -42,6 +42,7 @@ class StragglerWatch:
     """
 
     def __init__(self, tolerance_s: float | None = None) -> None:
+        check_tolerance(tolerance_s)
         self.tolerance_s = tolerance_s
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._diagnosis: Diagnosis | None = None
