@@ -129,12 +129,13 @@ def steps(model, optimizer, count, begin=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("make", ["lars", "adamw", "sgd"])
+@pytest.mark.parametrize("make", ["lars", "adamw", "sgd", "adagrad"])
 def test_master_weights_are_updated_as_float32_weights_would_be(dtype, make):
     optimizers = {
         "lars": lambda p: LARS(p, lr=0.05, trust_coefficient=0.1, weight_decay=0.01),
         "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
         "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.5),
     }
     short = [nn.Parameter(torch.randn(4, 3).to(dtype)), nn.Parameter(torch.randn(3).to(dtype))]
     full = [nn.Parameter(p.detach().float()) for p in short]

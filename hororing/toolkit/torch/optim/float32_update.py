@@ -203,8 +203,11 @@ def with_float32_update(
         )
     if hasattr(optimizer, "skip_synchronize"):
         raise ValueError("use with_float32_update before DistributedOptimizer, not after it")
-    if optimizer.state:
+    if any(state.get("step", 1) != 0 for state in optimizer.state.values()):
         raise ValueError("optimizer has taken steps already; use with_float32_update first")
+    for param, state in optimizer.state.items():  # Adagrad is made with it
+        if param.dtype in SHORT:
+            state.update({k: v.float() for k, v in state.items() if isinstance(v, torch.Tensor)})
     options = _rounding_defaults(rounding)
     optimizer.defaults.update(options)
     for group in optimizer.param_groups:
