@@ -92,7 +92,7 @@ class ElasticJob:
         self._make_program, self._make_store, self._make_host = make_program, make_store, make_host
         self._make_discovery = make_discovery
         self._grace_s, self._start_timeout_s = grace_s, start_timeout_s
-        self._ending = Ending(self.selector, self._send, grace_s)
+        self._ending = Ending(self.selector, self._send, grace_s, output)
         self._events = Events(self.selector)
         self._slots = Slots(what.max_np, what.cooldown)
         self._known: Sequence[Host] | None = None

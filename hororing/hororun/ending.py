@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from hororing.hororun.output import Output
+
 # Forwarded unchanged. Each of the first group requests the end.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 OTHERS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -26,6 +28,7 @@ class Ending:
     selector : what the thread of the job waits on; signals wake it.
     send : sends a signal to all processes of the job.
     grace_s : time between the request to end and SIGKILL.
+    output : the job's; it waits for readers no longer than the end allows.
 
     Attributes
     ----------
@@ -34,7 +37,11 @@ class Ending:
     """
 
     def __init__(
-        self, selector: selectors.BaseSelector, send: Callable[[int], None], grace_s: float
+        self,
+        selector: selectors.BaseSelector,
+        send: Callable[[int], None],
+        grace_s: float,
+        output: Output,
     ) -> None:
         self.asked: int | None = None
         self._selector = selector
@@ -43,6 +50,7 @@ class Ending:
         self._at: float | None = None  # of the next step
         self._killed = False
         self._signals: list[int] = []
+        output.is_to_end = lambda: self.asked is not None or bool({*ENDING} & {*self._signals})
 
     @property
     def begun(self) -> bool:

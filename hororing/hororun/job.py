@@ -61,7 +61,7 @@ class Job:
         self._output = output
         self._codes: dict[int, int] = {}
         self._begun = False
-        self._ending = Ending(self.selector, self._send, grace_s)
+        self._ending = Ending(self.selector, self._send, grace_s, output)
 
     @property
     def asked(self) -> int | None:

@@ -6,7 +6,7 @@ import io
 import re
 import select
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO
 
@@ -14,6 +14,7 @@ from hororing.hororun.local import STDERR, STDOUT
 
 _TAIL_LINES = 10
 _LONGEST_BYTES = 2**16  # of an incomplete line that is held back
+_UNREAD_MS = 1000  # after that, output is lost if the job has to end
 # Progress bars also end their lines with \r.
 _END = re.compile(rb"\r\n|\r(?=[^\n])|\n")
 _COLOURS = [36, 33, 32, 35, 34, 96, 93, 92, 95, 94]
@@ -37,6 +38,7 @@ class Output:
     Attributes
     ----------
     ranks : present rank by process number in an elastic job; None: not elastic.
+    is_to_end : whether the user has requested the end of the job, even if nobody reads its output.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Output:
         elastic: bool = False,
     ) -> None:
         self.ranks: dict[int, int] | None = {} if elastic else None
+        self.is_to_end: Callable[[], bool] = lambda: False
         self._streams = streams
         self._width = len(str(size - 1))
         self._tag = tag
@@ -123,15 +126,24 @@ class Output:
 
     def _show(self, stream: str, data: bytes) -> None:
         left = memoryview(data)
-        while left and stream in self._streams:
+        while left and (file := self._streams.get(stream)) is not None:
             try:
-                written = self._streams[stream].write(left)
+                if self._is_read(file):
+                    left = left[file.write(left[: select.PIPE_BUF]) or 0 :]
+                    continue
             except BrokenPipeError:  # its reader has ended; the job continues
-                del self._streams[stream]
-                return
-            if written is None:  # the stream is non-blocking, and full
-                select.select([], [self._streams[stream]], [])
-            left = left[written or 0 :]
+                pass
+            del self._streams[stream]
+
+    def _is_read(self, file: io.RawIOBase) -> bool:
+        """Wait until PIPE_BUF bytes fit in. False: nobody reads, and the job has to end."""
+        if isinstance(file, io.FileIO):
+            room = select.poll()
+            room.register(file, select.POLLOUT)
+            while not room.poll(_UNREAD_MS):
+                if self.is_to_end():
+                    return False
+        return True
 
     def _to_file(self, rank: int, stream: str, data: bytes) -> None:
         assert self._directory is not None

@@ -316,6 +316,16 @@ def test_ctrl_c_ends_the_ranks_and_twice_ends_them_at_once(
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
+def test_a_signal_ends_a_job_whose_output_nobody_reads(
+    started: Callable[..., subprocess.Popen[str]],
+):
+    process = started("-np", "2", "yes", "x" * 4000)
+    line(process)
+    time.sleep(0.2)  # the pipe is full long before
+    process.terminate()
+    assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+
+
 def test_signals_reach_the_ranks_and_graceful_ends_are_no_failures(
     started: Callable[..., subprocess.Popen[str]],
 ):
