@@ -258,7 +258,7 @@ def _bundled(gradients: Sequence[_Dense]) -> list[list[_Dense]]:
         if size > _SMALL_BYTES:
             bundles.append([each])
             room = 0
-        elif size <= room and len(bundles[-1]) < _BUNDLE_COUNT:
+        elif bundles and size <= room and len(bundles[-1]) < _BUNDLE_COUNT:
             bundles[-1].append(each)
             room -= size
         else:

@@ -217,6 +217,12 @@ def case_the_structure_of_sources_is_kept() -> None:
     found = gradients({"a": a, "rest": [b, (a,)]})
     assert float(found["a"]) == float(found["rest"][1][0]) == average
     assert found["rest"][0] is None
+    empty = tf.Variable(tf.zeros((0, 3)))  # the last one is sent first
+    with tf.GradientTape() as tape:
+        loss = a * (hvd.rank() + 1.0) + tf.reduce_sum(empty)
+    first, last = hvd.DistributedGradientTape(tape).gradient(loss, [a, empty])
+    assert float(first) == average
+    assert last.shape == (0, 3)
 
 
 def case_a_wrapped_tape_shares_its_records() -> None:
