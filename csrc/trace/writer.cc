@@ -16,8 +16,8 @@ namespace {
 
 constexpr char kTail[] = "\n]\n";
 constexpr int64_t kTailBytes = sizeof(kTail) - 1;
-constexpr size_t kPage = 4096;  // or a multiple of it
-constexpr int64_t kMinRing = 64 << 10;
+constexpr size_t kPage = 4096;    // or a multiple of it
+constexpr size_t kMaxName = 600;  // also as escapes of six bytes, it leaves room in a page
 constexpr int64_t kMinReserve = 64 << 10, kMaxReserve = 1 << 20;
 constexpr int kTidsPerRank = 16;
 constexpr size_t kRowMemory = 64;  // spans of a row that a later one is compared with
@@ -105,7 +105,9 @@ std::string ThreadName(int rank, int tid, const std::string& name, int order) {
 
 std::string Arguments(const TraceEvent& event) {
   std::string args;
-  if (!event.tensor.empty()) args += ",\"tensor\":" + Quoted(event.tensor);
+  std::string name = event.tensor;
+  if (name.size() > kMaxName) name.replace(kMaxName / 2, name.size() - kMaxName, "...");
+  if (!name.empty()) args += ",\"tensor\":" + Quoted(name);
   if (event.bytes >= 0) args += ",\"bytes\":" + std::to_string(event.bytes);
   if (event.process_set != 0) args += ",\"process_set\":" + std::to_string(event.process_set);
   if (event.joined) args += ",\"joined\":true";
@@ -162,8 +164,8 @@ Status TraceWriter::Open(const std::string& path, const std::vector<std::string>
   if (max_bytes > 0) {
     text.resize((text.size() + kPage - 1) / kPage * kPage, ' ');
     ring_begin_ = static_cast<int64_t>(text.size());
-    ring_end_ =
-        std::max(ring_begin_ + kMinRing, max_bytes - max_bytes % static_cast<int64_t>(kPage));
+    const int64_t page = static_cast<int64_t>(kPage);
+    ring_end_ = std::max(ring_begin_ + 2 * page, (max_bytes - kTailBytes) / page * page);
   }
   const Status status = WriteAt(text + kTail, 0);
   tail_ = end_ = static_cast<int64_t>(text.size());
@@ -254,11 +256,10 @@ Status TraceWriter::Write(const std::string& records) {
   size_t length = 0;
   const auto padding = [&] {
     const size_t room = kPage - (static_cast<size_t>(tail_) + block.size()) % kPage;
-    return length > room && length <= kPage ? room : 0;
+    return length > room ? room : 0;
   };
   for (size_t at = 0; at < records.size(); at += length) {
     length = std::min(records.find(",\n{", at + 1), records.size()) - at;
-    if (ring_end_ > 0 && length > kPage) continue;
     const int64_t end = tail_ + static_cast<int64_t>(block.size() + padding() + length);
     if (ring_end_ > 0 && end > ring_end_) HORORING_RETURN_IF_ERROR(Wrap(&block));
     block.append(padding(), ' ');

@@ -7,9 +7,8 @@
 //   [ record, record, record            ...white space...            ]
 //                           ^ tail_                                  ^ end_
 //
-// Linux checks for SIGKILL between the pages of a write, so no record crosses a page (unless it is
-// longer than one). The only gap is a microsecond between the two writes that move the end, once
-// per reserve.
+// Linux checks for SIGKILL between the pages of a write, so no record crosses a page. The only gap
+// is a microsecond between the two writes that move the end, once per reserve.
 //
 // Note [The last part]: with a limit, the pages behind the metadata are a ring. When the file has
 // reached the limit, records overwrite the oldest ones, page by page. Each page consists of
@@ -43,15 +42,15 @@ class TraceWriter {
 
   // Creates or truncates `path` and writes the metadata (process and thread names, sort
   // order, wall-clock time of timestamp 0). `hosts[r]` is the host name of rank r. A file that
-  // was open before is closed. Beyond `max_bytes` (0: no limit; otherwise at least 64 KiB for
-  // records) the oldest records are lost, and so are records longer than a page. A symbolic link of
-  // another user is not followed.
+  // was open before is closed. Beyond `max_bytes` (0: no limit; otherwise at least two pages for
+  // records) the oldest records are lost. A symbolic link of another user is not followed.
   Status Open(const std::string& path, const std::vector<std::string>& hosts,
               int64_t max_bytes = 0);
   bool is_open() const { return fd_ >= 0; }
   // Whether later records have overwritten earlier ones.
   bool wrapped() const { return wrapped_; }
 
+  // Long names of tensors lose their middle, so that a record fits into a page.
   // `clock_offset_ns` is added to every time stamp: the difference between rank 0's clock and
   // that of `rank`'s host. Times in the file are microseconds since Open.
   Status Append(int rank, TimeNs clock_offset_ns, const std::vector<TraceEvent>& events);
