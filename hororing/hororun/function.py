@@ -103,7 +103,7 @@ def run(
     TypeError : `func` or its arguments cannot be pickled; or a variable of `env` is None.
     ValueError : numbers that do not fit, or an argument that cannot be satisfied; or this process
         is a rank itself.
-    OSError : `hostfile` or `output_filename` cannot be opened.
+    OSError : `hostfile` or `output_filename` cannot be opened, or what ranks print not be written.
     KeyboardInterrupt : Ctrl-C; all ranks have been ended.
 
     Examples

@@ -62,6 +62,7 @@ class Output:
         self._only_from = only_from
         self._directory = None if directory is None else Path(directory)
         self._files: dict[tuple[int, str], IO[bytes]] = {}
+        self._lost = False  # a file could not be written: the job ends and closes
         self._parts: dict[tuple[int, str], bytes] = {}
         self._tails: dict[int, deque[bytes]] = {}
 
@@ -83,8 +84,8 @@ class Output:
             tail.extend(line for line in lines if line.strip())
         if self._directory is not None:
             self._to_file(rank, stream, data)
-            if not data and self.ranks is not None:  # there may be many by the end
-                self._files.pop((rank, stream)).close()
+            if not data and self.ranks is not None and (rank, stream) in self._files:
+                self._files.pop((rank, stream)).close()  # there may be many by the end
         elif stream == STDERR or self._only_from is None or self._rank(rank) in self._only_from:
             self._show(stream, b"".join(self._tagged(rank, stream, line) for line in lines))
 
@@ -133,6 +134,11 @@ class Output:
                     continue
             except BrokenPipeError:  # its reader has ended; the job continues
                 pass
+            except Exception as error:
+                del self._streams[stream]  # raise it once: the job ends and closes
+                if isinstance(error, OSError):
+                    error.filename = stream
+                raise
             del self._streams[stream]
 
     def _is_read(self, file: io.RawIOBase) -> bool:
@@ -147,9 +153,16 @@ class Output:
 
     def _to_file(self, rank: int, stream: str, data: bytes) -> None:
         assert self._directory is not None
-        if (rank, stream) not in self._files:
-            kind = "rank" if self.ranks is None else "process"
-            folder = self._directory / f"{kind}.{rank:0{self._width}d}"
-            folder.mkdir(parents=True, exist_ok=True)
-            self._files[rank, stream] = (folder / stream).open("wb", buffering=0)
-        self._files[rank, stream].write(data)
+        if self._lost:
+            return
+        kind = "rank" if self.ranks is None else "process"
+        folder = self._directory / f"{kind}.{rank:0{self._width}d}"
+        try:
+            if (rank, stream) not in self._files:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._files[rank, stream] = (folder / stream).open("wb", buffering=0)
+            self._files[rank, stream].write(data)
+        except OSError as error:
+            self._lost = True
+            error.filename = str(folder / stream)
+            raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
 import linecache
 import os
@@ -114,6 +116,20 @@ def test_results_may_be_large_and_print_goes_to_files(tmp_path: Path):
     (found,) = hororing.run(big, [count], np=1, output_filename=str(tmp_path))
     assert np.array_equal(found, np.arange(count, dtype=np.float64))
     assert (tmp_path / "rank.0/stdout").read_text() == ""
+
+
+def test_a_full_disk_is_an_error_and_nothing_is_left(tmp_path: Path):
+    for rank in range(2):
+        (tmp_path / f"rank.{rank}").mkdir()
+        (tmp_path / f"rank.{rank}" / "stdout").symlink_to("/dev/full")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match=r"No space left on device: '.*/rank\.[01]/stdout"):
+        hororing.run(print, ("a line",), np=2, output_filename=str(tmp_path))
+    closed = io.StringIO()
+    closed.close()
+    with contextlib.redirect_stdout(closed), pytest.raises(ValueError, match="closed file"):
+        hororing.run(print, ("a line",), np=2)
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_any_thread_can_call_it_also_in_an_event_loop():
