@@ -5,6 +5,8 @@ Shared by the command hororun and `hororing.run`.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import secrets
 import socket
@@ -30,8 +32,6 @@ from hororing.rendezvous import interfaces, protocol
 from hororing.rendezvous.elastic_store import ElasticStore, Event
 from hororing.rendezvous.server import Server
 from hororing.rendezvous.store import Store
-
-_HERE = {"localhost", "127.0.0.1", "::1"}
 
 
 @dataclass(frozen=True)
@@ -279,10 +279,12 @@ def ssh(port: int | None, identity_file: str | None) -> list[str]:
 
 
 def is_local(host: str) -> bool:
-    """Whether a name is of this host; either may lack its domain."""
+    """Whether a name or an address is of this host; names may lack their domain."""
     own = socket.gethostname()
-    if host in _HERE or host == own:
+    if host in ("localhost", own):
         return True
+    if (address := _address(host)) is not None:
+        return address.is_loopback or interfaces.towards(host) == str(address)
     name, _, domain = host.partition(".")
     own_name, _, own_domain = own.partition(".")
     return name == own_name and not (domain and own_domain)
@@ -303,7 +305,16 @@ def _master(first: Place, remote: list[RemoteHost], several: bool) -> tuple[str,
     for host in remote:
         if host.name == first.host:
             return _without_user(host.name), host.port
-    return (socket.gethostname() if several else "127.0.0.1"), free_port()
+    if not several:
+        return "127.0.0.1", free_port()
+    own = _address(first.host)  # the user's: perhaps others do not know the name
+    return (socket.gethostname() if own is None or own.is_loopback else str(own)), free_port()
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name)
+    return None
 
 
 def _without_user(name: str) -> str:

@@ -35,6 +35,7 @@ from hororing.hororun import plan
 from hororing.hororun.command import main
 from hororing.hororun.output import Output
 from hororing.hosts import Host
+from hororing.rendezvous import interfaces
 
 # ---------------------------------------------------------------------------------------------
 # Parts
@@ -385,6 +386,15 @@ def test_agents_start_ranks_on_other_hosts(rsh: str):
     assert f"] .0.0.1.x y.staged.{ROOT}.{os.getcwd()}" in done.stdout
     as_user = run("-H", "me@b:1", "--rsh-agent", rsh, *sh("echo $ON $MASTER_ADDR"))
     assert as_user.stdout == "me@b b\n"
+
+
+def test_an_address_of_this_host_needs_no_ssh(rsh: str):
+    own = interfaces.addresses()[0]
+    if own.startswith("127."):
+        pytest.skip("this host has no address but its own")
+    script = sh("echo .$ON.$MASTER_ADDR")
+    done = run("-H", f"{own}:1,b:1", "--rsh-agent", rsh, *script)
+    assert sorted(done.stdout.splitlines()) == [f"[0] ..{own}", f"[1] .b.{own}"], done.stderr
 
 
 def test_ranks_of_several_hosts_meet(rsh: str):
