@@ -27,6 +27,8 @@ import hororing.keras as hvd
 from hororing import errors
 from hororing.keras.distributed import Distributed
 from hororing.names import default_name
+from hororing.toolkit.data.sharding import Shard, permutation
+from hororing.toolkit.keras.data import ShardedArrays
 
 BACKEND = keras.backend.backend()
 # On torch, Keras computes losses in float32, whatever floatx is; on JAX, it rounds their divisor.
@@ -787,6 +789,43 @@ def case_metrics_are_averaged_and_the_best_model_is_saved_by_rank_0():
 
 
 # -- values ----------------------------------------------------------------------------------------
+
+
+def case_workers_of_sharded_arrays_bring_each_epoch_its_samples():
+    x = np.arange(46, dtype=np.float32)[:, None]
+    shard = Shard(len(x), seed=5)
+    losses: list[float] = []
+
+    def fit(model, first=0):
+        shard.set_epoch(first)
+        shard.record_batch(0, 4)
+        data = ShardedArrays((x, 0 * x), 4, shard, workers=2)
+        note = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: losses.append(float(logs["loss"]))
+        )
+        model.fit(
+            data, epochs=first + 2, initial_epoch=first, shuffle=False, verbose=0,
+            callbacks=[data.callback(), note],
+        )  # fmt: skip
+
+    model = keras.Sequential(
+        [keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)]
+    )
+    model.compile(keras.optimizers.SGD(0.0), "mae")  # the loss is the mean of the samples so far
+    if BACKEND != "tensorflow":
+        with pytest.raises(ValueError, match="Build the model and its metrics before"):
+            fit(model)
+        assert losses == []
+        model.evaluate(x[:1], x[:1], verbose=0)
+    for first in (0, 1):
+        losses.clear()
+        fit(model, first)
+        mine = [permutation(len(x), seed=5, epoch=first + each) for each in range(2)]
+        size, rank = hvd.size(), hvd.rank()
+        mine = [order[: len(order) // size * size][rank::size] for order in mine]
+        mine[0] = mine[0][4:]
+        expected = [order[: end + 4].mean() for order in mine for end in range(0, len(order), 4)]
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 def case_values_are_numpys():

@@ -27,7 +27,8 @@ class ShardedArrays(keras.utils.PyDataset):  # type: ignore[misc]  # Keras decla
     shard : the samples and their order; by default ``Shard(len(arrays[0]))``. To resume within an
         epoch pass ``initial_epoch=shard.epoch`` to `fit`: the shard's processed samples are left
         out. (Keras warns that the data of this short epoch ran out, and continues.)
-    **options : of keras.utils.PyDataset, as workers.
+    **options : of keras.utils.PyDataset, as workers. On torch and JAX, several workers need a model
+        that has been built with its metrics, such as by ``model.evaluate(x[:1], y[:1])``.
 
     Raises
     ------
@@ -65,6 +66,7 @@ class ShardedArrays(keras.utils.PyDataset):  # type: ignore[misc]  # Keras decla
         self._left = self.shard.left()
         self._within = False
         self._begun: list[int] = []
+        self.read_ahead = False  # whether workers have read batches for building a model
 
     @property
     def num_batches(self) -> int:
@@ -94,6 +96,9 @@ class ShardedArrays(keras.utils.PyDataset):  # type: ignore[misc]  # Keras decla
 
     def on_epoch_begin(self) -> None:
         """Warn if all epochs have the same order; Keras calls it."""
+        keeps = keras.backend.backend() in ("torch", "jax")
+        works = self.workers > 1 or (self.workers > 0 and self.use_multiprocessing)
+        self.read_ahead = keeps and works and not self._within
         self._begun.append(self.shard.epoch)
         if self._begun == [self._begun[0]] * 3:  # the first may have built the model
             warnings.warn(
@@ -111,6 +116,15 @@ class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, data: ShardedArrays) -> None:
         super().__init__()
         self.data = data
+        data.read_ahead = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self.data.read_ahead:
+            raise ValueError(
+                "ShardedArrays: fit has taken a batch to build the model, and Keras gives those "
+                "that the workers have read ahead to the next epochs. Build the model and its "
+                "metrics before, as with model.evaluate(x[:1], y[:1]), or use workers=1"
+            )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.data.begin_epoch(epoch)
