@@ -43,6 +43,8 @@ class Host(Protocol):
 class Job:
     """The ranks of all hosts, and their `Sink`.
 
+    `on_finished` is called with each rank whose process ends with exit code 0.
+
     Attributes
     ----------
     hosts : of the job, to be added before `run`.
@@ -51,7 +53,14 @@ class Job:
     failed : the rank that determines the exit code, and its exit code or minus the signal.
     """
 
-    def __init__(self, size: int, output: Output, *, grace_s: float) -> None:
+    def __init__(
+        self,
+        size: int,
+        output: Output,
+        *,
+        grace_s: float,
+        on_finished: Callable[[int], None] = lambda rank: None,
+    ) -> None:
         self.selector = selectors.DefaultSelector()
         self.hosts: list[Host] = []
         self.host_of: dict[int, str] = {}
@@ -59,6 +68,7 @@ class Job:
         self.failed: tuple[int, int] | None = None
         self._size = size
         self._output = output
+        self._on_finished = on_finished
         self._codes: dict[int, int] = {}
         self._begun = False
         self._ending = Ending(self.selector, self._send, grace_s, output)
@@ -83,6 +93,8 @@ class Job:
         if rank in self._codes:
             return
         self._codes[rank] = code
+        if code == 0:
+            self._on_finished(rank)
         if code == 0 or self._ending.begun:
             return
         # If several end at once, blame one that was killed: it may have caused the others' ends.

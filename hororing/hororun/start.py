@@ -71,7 +71,7 @@ def run(what: Start, output: Output) -> Job:
     names = dict.fromkeys(place.host for place in what.placed)
     others = [name for name in names if not is_local(name)]
     store, secret = new_store(size, bool(others))
-    job = Job(size, output, grace_s=what.grace_s)
+    job = Job(size, output, grace_s=what.grace_s, on_finished=store.note_end)
     job.host_of = {place.rank: place.host for place in what.placed} if others else {}
     here = LocalHost(job.selector, job, secret)
     remote: list[RemoteHost] = []

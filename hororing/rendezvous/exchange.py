@@ -79,9 +79,12 @@ class Exchange:
             else:
                 raise ProtocolError("an unknown request")
 
-    def end(self, rank: int, peer: Peer, status: int | None, who: str) -> None:
-        """A rank has left: with a status if it ended normally, otherwise it is lost."""
-        for deadline in peer.deadlines:
+    def end(self, rank: int, peer: Peer | None, status: int | None, who: str) -> None:
+        """A rank has left: with a status if it ended normally, otherwise it is lost.
+
+        `peer`: None if it never connected.
+        """
+        for deadline in peer.deadlines if peer else ():
             deadline.cancel()
         if status is None:
             self.lost[rank] = who

@@ -53,6 +53,18 @@ class Store(Server):
         self._exchange = Exchange(0, size, self._peers)
         self.statuses, self.lost = self._exchange.statuses, self._exchange.lost
 
+    def note_end(self, rank: int) -> None:
+        """The process of a rank has ended normally. Any thread, while the store runs.
+
+        If it never connected, ranks that wait for it get an error.
+        """
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._note_end, rank)
+
+    def _note_end(self, rank: int) -> None:
+        if not any(rank in known for known in (self._peers, self.statuses, self.lost)):
+            self._exchange.end(rank, None, None, f"rank {rank} has ended without calling init()")
+
     def _members(self) -> list[Peer]:
         return list(self._peers.values())
 

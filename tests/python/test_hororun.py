@@ -201,6 +201,17 @@ def test_ranks_meet_in_the_store_of_hororun():
     assert sorted(done.stdout.splitlines()) == [f"[{n}] ['0', '1', '2']" for n in range(3)]
 
 
+def test_a_rank_that_ends_without_init_is_an_error_of_those_who_wait_for_it():
+    script = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1': time.sleep(1); sys.exit()\n"
+        "import hororing.numpy as hvd; hvd.init()"
+    )
+    done = run("-np", "2", sys.executable, "-c", script)
+    assert done.returncode == 1
+    assert "PeerLostError: init: rank 1 has ended without calling init()" in done.stderr
+
+
 def test_the_first_failure_is_shown_and_ends_the_job():
     script = (
         "import os, sys, time\n"
