@@ -351,7 +351,9 @@ def _read(
     except (ValueError, TypeError, KeyError):
         parser.error(f"--import-config {path}: no file of --export-config")
     words = [*flags, *_flags(words, arguments), "--", *(_program(arguments) or command)]
-    return words, parser.parse_args(words)
+    merged = parser.parse_args(words)
+    merged.export_config = arguments.export_config
+    return words, merged
 
 
 def _export(path: str, flags: list[str], command: list[str]) -> None:

@@ -206,7 +206,10 @@ def _assign(
     own = launch.environment()
     inherited = {name: own[name] for name in own if name not in launch.VARIABLES}
     inherited = {"PYTHONUNBUFFERED": "1", **inherited, **what.variables}
-    environments = {place.rank: plan.environment(place, size, rendezvous) for place in what.placed}
+    given = {name: text for name, text in what.variables.items() if name.startswith("MASTER_")}
+    environments = {
+        place.rank: {**plan.environment(place, size, rendezvous), **given} for place in what.placed
+    }
     stdin = {0: what.stdin} if payload is None else dict.fromkeys(range(size), payload)
     here.programs = [
         Program(

@@ -395,8 +395,9 @@ def test_agents_start_ranks_on_other_hosts(rsh: str):
     for wanted in ("b.1.0.2", "b.2.1.2", "c.3.0.1"):
         assert f"{wanted}.x y.staged..{os.getcwd()}" in done.stdout
     assert f"] .0.0.1.x y.staged.{ROOT}.{os.getcwd()}" in done.stdout
-    as_user = run("-H", "me@b:1", "--rsh-agent", rsh, *sh("echo $ON $MASTER_ADDR"))
-    assert as_user.stdout == "me@b b\n"
+    flags = ["-x", "MASTER_PORT=2345", "--rsh-agent", rsh]
+    as_user = run("-H", "me@b:1", *flags, *sh("echo $ON $MASTER_ADDR $MASTER_PORT"))
+    assert as_user.stdout == "me@b b 2345\n"
 
 
 def test_an_address_of_this_host_needs_no_ssh(rsh: str):

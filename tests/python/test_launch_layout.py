@@ -161,7 +161,10 @@ def test_flags_go_to_a_file_and_back(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert before.count("A=1") == before.count("/env -np 7") == 4
     assert hororun(f"--import-config={file}") == 0
     assert capsys.readouterr().out == before
-    assert hororun("--import-config", str(file), "-np", "2", "-x", "A=2", "true") == 0
+    both = tmp_path / "both"
+    changed = ["-np", "2", "-x", "A=2", "--export-config", str(both)]
+    assert hororun("--import-config", str(file), *changed, "true") == 0
+    assert json.loads(both.read_text())["command"] == ["true"]
     after = capsys.readouterr().out.splitlines()
     assert len(after) == 2
     assert all("A=2" in line and line.endswith("/true") for line in after)
