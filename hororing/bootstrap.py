@@ -374,8 +374,8 @@ def _secret_in_memory(number: int) -> bytes:
     Python's subprocess passes none on, for example. The nearest ancestor that has it counts.
     """
     pid = os.getpid()
-    with contextlib.suppress(FileNotFoundError):
-        while pid > 1:
+    with contextlib.suppress(OSError):  # no /proc, or one of other processes
+        while pid:
             place = f"/proc/{pid}/fd/{number}"
             if os.path.lexists(place) and os.readlink(place).startswith(_SECRET_FILE):
                 with open(place, "rb") as file:
