@@ -537,6 +537,8 @@ def case_wrong_arguments():
         hvd.Compression.topk(ratio=2)
     with pytest.raises(ValueError, match=r"block=0 must be a multiple of 4"):
         hvd.Compression.int8(block=0)
+    with pytest.raises(ValueError, match=r"block=65540 must be .* of at most 65536"):
+        hvd.Compression.int8(block=65540)
     with pytest.raises(ValueError, match=r"rank=0 must be at least 1"):
         hvd.Compression.powersgd(rank=0)
     with pytest.raises(ValueError, match=r"methods=\(1,\) must be a tuple of methods"):

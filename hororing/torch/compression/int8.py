@@ -30,7 +30,8 @@ class Int8(Method):
 
     Parameters
     ----------
-    block : elements that share a scale, a multiple of 4.
+    block : elements that share a scale, a multiple of 4 of at most 65,536: gradients are padded to
+        whole blocks.
     scope : see `StatefulCompression`.
     """
 
@@ -39,8 +40,10 @@ class Int8(Method):
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        if not isinstance(self.block, int) or self.block < 4 or self.block % 4:
-            raise ValueError(f"Compression.int8: block={self.block!r} must be a multiple of 4")
+        if not isinstance(self.block, int) or not 4 <= self.block <= 65536 or self.block % 4:
+            raise ValueError(
+                f"Compression.int8: block={self.block!r} must be a multiple of 4 of at most 65536"
+            )
 
     @property
     def multiple(self) -> int:  # type: ignore[override]
