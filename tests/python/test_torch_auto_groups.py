@@ -41,6 +41,12 @@ def cost(alpha_s: float = 1.0, beta_s_per_byte: float = 0.0) -> Iterator[None]:
         yield
 
 
+def shown() -> dict[str, dict[str, float]]:
+    """Return the groups in the statistics, without those of optimizers of earlier cases."""
+    gc.collect()
+    return hvd.statistics()["groups"]
+
+
 Train = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
@@ -140,8 +146,7 @@ def case_the_best_groups_of_a_known_step_are_found_on_all_ranks() -> None:
     # Measuring has stopped, and a deleted optimizer is not shown.
     assert all(len(param._post_accumulate_grad_hooks) == 2 for param in params)  # ours, tick
     optimizer = None
-    gc.collect()
-    assert "optimizer.known.0" not in hvd.statistics()["groups"]
+    assert "optimizer.known.0" not in shown()
 
 
 def case_with_true_costs_all_ranks_find_the_same() -> None:
@@ -150,7 +155,7 @@ def case_with_true_costs_all_ranks_find_the_same() -> None:
         sgd(model.parameters()), model.named_parameters(), groups="auto"
     )
     step_often(model, optimizer)
-    (found,) = hvd.statistics()["groups"].values()
+    (found,) = shown().values()
     assert set(map(str, hvd.allgather_object(found))) == {str(found)}
     assert 0 < found["after_s"] <= found["before_s"] < 10
 
@@ -162,7 +167,7 @@ def case_groups_need_a_gain() -> None:
     )
     with cost(0.0, 0.0):
         step_often(model, optimizer)
-    (found,) = hvd.statistics()["groups"].values()
+    (found,) = shown().values()
     assert (found["groups"], found["gradients"], optimizer._groups) == (0, 0, None)
 
 
@@ -367,7 +372,7 @@ def case_only_the_ranks_of_a_process_set_agree() -> None:
         assert assert_changes_no_bit(process_set=pair) == [everything(network())]
     if alone.included():  # a single rank measures nothing
         assert assert_changes_no_bit(process_set=alone) == []
-        assert hvd.statistics()["groups"] == {}
+        assert shown() == {}
     hvd.barrier()
     hvd.shutdown()
     start()
