@@ -63,6 +63,9 @@ class RankException:
 
 def describe(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
     """Make the message to ranks. TypeError if it cannot be pickled."""
+    main_script = sys.modules["__main__"]
+    if main_script.__name__ == "__mp_main__":  # multiprocessing has spawned this process
+        cloudpickle.register_pickle_by_value(main_script)  # ranks cannot import it
     try:
         call = cloudpickle.dumps((function, args, kwargs))
     except Exception as error:  # each type has its own

@@ -155,6 +155,21 @@ def test_any_thread_can_call_it_also_in_an_event_loop():
 # Failures
 
 
+def test_functions_of_a_script_work_in_a_process_that_it_has_spawned(tmp_path: Path):
+    file = tmp_path / "search.py"
+    file.write_text(
+        "import multiprocessing, hororing\n"
+        "def work(x): return x + 1\n"
+        "def job(): assert hororing.run(work, (1,), np=1) == [2]\n"
+        "if __name__ == '__main__':\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=job)\n"
+        "    process.start(); process.join(); raise SystemExit(process.exitcode)\n"
+    )
+    command = [sys.executable, str(file)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, env=env, timeout=DEADLINE_S, check=True)
+
+
 @pytest.mark.parametrize("others_wait", [True, False])
 def test_the_exception_of_a_rank_is_raised_with_its_traceback(others_wait: bool):
     with pytest.raises(RunError, match=r"run: rank 1 raised OwnError: \(3, 'of one'\)") as caught:
