@@ -519,9 +519,10 @@ def case_running_statistics_of_groups_become_one() -> None:
     with pytest.raises(ValueError, match="weight=-1 must be a finite number"):
         average_running_statistics(model, samples=-1)
     if size > 1:
-        text = "weight=-1 must be a finite" if rank == 0 else "another rank's weight"
-        with pytest.raises(ValueError, match=text):
-            average_running_statistics(model, samples=-1 if rank == 0 else 1)
+        for wrong in (-1, None):
+            text = f"weight={wrong} must be a finite" if rank == 0 else "another rank's weight"
+            with pytest.raises(ValueError, match=text):
+                average_running_statistics(model, samples=wrong if rank == 0 else 1)
     average_running_statistics(nn.Linear(1, 1))
 
 

@@ -293,6 +293,11 @@ def test_wrong_options_are_refused_by_name():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse_as_dense"):
         LARS(embedding.parameters(), lr=0.1).step()
+    waves = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    waves.grad = torch.ones_like(waves)
+    for kind in (LARS, LAMB):
+        with pytest.raises(TypeError, match="complex"):
+            kind([waves], lr=0.1).step()
 
 
 # -- groups ---------------------------------------------------------------------------------------

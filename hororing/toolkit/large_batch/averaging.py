@@ -35,10 +35,13 @@ def weighted_mean(
     MismatchError : when ranks have different numbers of elements.
     """
     # An invalid weight is sent as NaN, so that no rank waits for the one that has it.
-    usable = 0 <= weight < float("inf")
+    try:
+        usable = 0 <= float(weight) < float("inf")
+    except (TypeError, ValueError):
+        usable = False
     parts = [np.asarray(array, np.float64).ravel() for array in arrays]
     mine = np.concatenate([*parts, [1.0]])
-    mine = mine * (weight if usable else np.nan) if weight != 0 else np.zeros_like(mine)
+    mine = mine * (float(weight) if usable else np.nan) if weight != 0 else np.zeros_like(mine)
     total = hvd.allreduce(mine, name=name, op=hvd.Sum, process_set=process_set)
     if not usable:
         raise ValueError(f"{name}: weight={weight!r} must be a finite number of at least 0")

@@ -17,6 +17,8 @@ def tensors_by_type(params: list[torch.Tensor], what: str) -> Iterator[list[torc
     for param in params:
         if param.grad is None:
             continue
+        if param.is_complex():
+            raise TypeError(f"{what} cannot update complex parameters; use torch.view_as_real")
         if param.grad.is_sparse:
             raise ValueError(
                 f"{what} needs dense gradients; use sparse_as_dense=True of DistributedOptimizer, "
