@@ -355,6 +355,15 @@ def test_last_gammas_become_zero():
         zero_last_gammas(model, [r"\d\.conv"])
 
 
+@pytest.mark.skipif(not hasattr(nn, "RMSNorm"), reason="this PyTorch has none")
+def test_rms_norms_are_normalisation_layers():
+    model = nn.Sequential(nn.RMSNorm((2, 3)))
+    (group,) = parameter_groups(model, 0.1)
+    assert (group["weight_decay"], group["adapt"]) == (0.0, False)
+    zero_last_gammas(model, ["0"])
+    assert (model[0].weight == 0).all()
+
+
 # -- schedules ------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm)
+_NORMS: tuple[type[nn.Module], ...] = (
+    _NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm,
+)  # fmt: skip
+if hasattr(nn, "RMSNorm"):  # from PyTorch 2.4 on
+    _NORMS += (nn.RMSNorm,)
 
 # Names, as regular expressions that are searched for; or a function of name and parameter.
 Choice = Iterable[str] | Callable[[str, torch.Tensor], bool] | None
