@@ -162,6 +162,12 @@ def case_checkpoints_offline() -> None:
         lines = [json.loads(line) for line in output.read_text().splitlines()]
         assert [line["checkpoint"] for line in lines] == ["1", "2", "3"]
         assert lines[0]["correct"]["mean"] == right.mean()
+    for _ in range(2):  # from the evaluation, and from the file
+        nan = evaluate_checkpoints(["nan"], evaluate, output)["nan"]["loss"]
+        assert np.isnan(nan.total)
+        assert nan.count == N
+    if hvd.rank() == 0:
+        assert "NaN" not in output.read_text()  # which JSON does not have
     with pytest.raises(TypeError, match=r"evaluate\('4'\) must return .* of Totals, not 0.5"):
         evaluate_checkpoints(["4"], lambda path: 0.5, output)  # type: ignore[arg-type, return-value]
     hvd.barrier()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -289,12 +290,17 @@ def evaluate_checkpoints(
         if output is None or path in done or hvd.rank() != 0:
             continue
         line = {
-            name: {"total": each.total, "count": each.count, "mean": each.mean}
+            name: {"total": _plain(each.total), "count": each.count, "mean": _plain(each.mean)}
             for name, each in results[path].items()
         }
         with open(output, "a") as file:
             file.write(json.dumps({"checkpoint": path, **line}) + "\n")
     return results
+
+
+def _plain(number: int | float) -> int | float | str:
+    """Return `number` as JSON has it: text for NaN and infinities, which `float` reads."""
+    return number if math.isfinite(number) else str(number)
 
 
 def _read(output: str | os.PathLike[str]) -> dict[str, dict[str, Total]]:
@@ -314,7 +320,11 @@ def _read(output: str | os.PathLike[str]) -> dict[str, dict[str, Total]]:
             try:
                 line = json.loads(text)
                 path = line.pop("checkpoint")
-                results[path] = {n: Total(each["total"], each["count"]) for n, each in line.items()}
+                results[path] = {
+                    name: Total(float(total) if isinstance(total, str) else total, each["count"])
+                    for name, each in line.items()
+                    for total in [each["total"]]
+                }
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise ValueError(
                     f"line {number} of {os.fspath(output)!r} is not a result of "
