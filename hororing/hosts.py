@@ -36,16 +36,17 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: str | os.PathLike[str]) -> list[Host]:
-    """Read a host file of Open MPI: ``name slots=8`` a line, ``#`` begins a comment.
+    """Read a host file: ``name slots=8`` or ``name:8`` a line, ``#`` begins a comment.
 
     Raises
     ------
     OSError, ValueError : no such file; a line that is not understood; a host that occurs twice.
     """
     hosts = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:  # editors may begin it with a mark
         for number, line in enumerate(file, 1):
-            words = line.partition("#")[0].split()
+            text = line.partition("#")[0]
+            words = re.sub(r"^(\s*[^:\s]+):(\d+\s*)$", r"\1 slots=\2", text).split()
             if not words:
                 continue
             slots = re.fullmatch(r"slots=(\d+)", words[1]) if len(words) == 2 else None

@@ -53,8 +53,8 @@ def test_hosts_that_make_no_sense_are_refused(text, reason):
 
 def test_host_files_are_read(tmp_path):
     file = tmp_path / "hosts"
-    file.write_text("# ours\na slots=4\n\nb  # the slow one\n")
-    assert read_hostfile(file) == [Host("a", 4), Host("b")]
+    file.write_text("\ufeff# ours\na slots=4\n\nb  # the slow one\nc:2 # as in -H\n::1 slots=3\n")
+    assert read_hostfile(file) == [Host("a", 4), Host("b"), Host("c", 2), Host("::1", 3)]
     file.write_text("a\nb slot=4\n")
     with pytest.raises(ValueError, match=r"hosts:2: expected 'name slots=N'"):
         read_hostfile(file)

@@ -248,6 +248,7 @@ def test_a_rank_that_was_killed_is_blamed_not_those_who_noticed():
         ({"slots": 2}, ValueError, "--slots-per-host is for elastic jobs: give --min-np"),
         ({"reset_limit": 2}, ValueError, "reset_limit is for elastic jobs: give min_np"),
         ({"rsh_agent": "a 'b"}, ValueError, "No closing quotation"),
+        ({"env": ["A=1"]}, TypeError, "a dict, not "),
         ({"gpus": 2}, TypeError, "there is no argument 'gpus'"),
         ({"executable": "no-such"}, ValueError, "there is no program 'no-such'"),
         ({"hosts": "b:1", "rsh_agent": "/bin/false"}, RunError, "host b: the connection"),
