@@ -99,6 +99,12 @@ def case_gradients_add_up_over_several_batches() -> None:
             scaled, backward_passes_per_step=2, average_aggregated_gradients=True
         )
         same_weights(trained(network(), scaled, hvd.size(), epochs=2), expected)
+    # Batch by batch in Python, where the first batch reduces nothing.
+    model = network()
+    model.compile(hvd.DistributedOptimizer(make(), backward_passes_per_step=2), "mse",
+                  run_eagerly=True)  # fmt: skip
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    model.fit(*data(), BATCH, callbacks=callbacks, verbose=0)
 
 
 def case_passes_begin_again_where_an_elastic_state_is_sent() -> None:

@@ -69,6 +69,8 @@ class Distributed(WithoutWeight):
                 total.assign(tf.zeros_like(total))
             self._state.count.assign(0)
 
+        # A graph calls `_reduced` when it is traced, eager mode in the last pass only.
+        self._state.was_called |= tf.executing_eagerly()
         due = tf.equal(self._state.count.assign_add(1), self._settings.passes)
         tf.cond(due, update, lambda: None)
         # As in Keras: a LossScaleOptimizer around a legacy one expects an operation.
