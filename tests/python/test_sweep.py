@@ -134,6 +134,10 @@ def case_all_ranks_try_the_same_values_and_stop_together():
     assert (found.study is None) == (hvd.rank() > 0)
     if found.study is not None:
         assert found.study.trials[3].state.name == "PRUNED"
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # Optuna's
+        coarse_to_fine(objective, {"x": Range(0, 1)}, storage="no such storage")
+    assert str(caught.value).startswith("rank 0: ") == (hvd.rank() > 0)
+    hvd.barrier()
 
 
 test_in_a_job_of_two_ranks = session.on_ranks(globals(), 2, push=[2], session="numpy")

@@ -109,12 +109,14 @@ def coarse_to_fine(
     Raises
     ------
     ModuleNotFoundError : Optuna is not installed on rank 0, which needs it.
-    RuntimeError : no trial had a result.
+    RuntimeError : no trial had a result. If Optuna refuses the storage or the pruner, rank 0 raises
+        its error, and the others one with its text.
     """
     if not 0 < shrink < 1:
         raise ValueError(f"shrink must be between 0 and 1, not {shrink}")
     optuna: Any = None
     study: Any = None
+    failure: Exception | None = None
     problem = None
     if _rank() == 0:
         try:
@@ -126,13 +128,15 @@ def coarse_to_fine(
                 direction="maximize" if maximize else "minimize",
                 pruner=pruner or optuna.pruners.MedianPruner(),
             )
-        except ModuleNotFoundError as missing:
-            if missing.name != "optuna":
-                raise
-            problem = "coarse_to_fine needs Optuna; pip install optuna"
+        except Exception as failed:
+            missing = isinstance(failed, ModuleNotFoundError) and failed.name == "optuna"
+            failure, problem = failed, "" if missing else f"{type(failed).__name__}: {failed}"
     problem = _from_rank_0(problem)
-    if problem:
-        raise ModuleNotFoundError(problem, name="optuna")
+    if problem == "":
+        why = "coarse_to_fine needs Optuna; pip install optuna"
+        raise ModuleNotFoundError(why, name="optuna") from None
+    if problem is not None:
+        raise failure or RuntimeError(f"rank 0: {problem}")
     number = 0
     for round_, count in enumerate(rounds):
         distributions = {}
