@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import pickle
@@ -180,10 +181,16 @@ class Stream(io.RawIOBase):
 
     def __init__(self, text: TextIO) -> None:
         self._text = text
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def fileno(self) -> int:
+        """The descriptor, if this process's own output is not replaced. Otherwise OSError."""
+        own = self._text in (sys.__stdout__, sys.__stderr__)
+        return self._text.fileno() if own else super().fileno()
 
     def write(self, data: Any) -> int:
         """Write all of it."""
-        words = bytes(data).decode("utf-8", "replace")
+        words = self._decoder.decode(bytes(data))
         try:
             self._text.write(words)
         except UnicodeEncodeError:

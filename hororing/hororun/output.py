@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import select
@@ -143,9 +144,9 @@ class Output:
 
     def _is_read(self, file: io.RawIOBase) -> bool:
         """Wait until PIPE_BUF bytes fit in. False: nobody reads, and the job has to end."""
-        if isinstance(file, io.FileIO):
+        with contextlib.suppress(OSError, AttributeError):  # it is no file
             room = select.poll()
-            room.register(file, select.POLLOUT)
+            room.register(file.fileno(), select.POLLOUT)
             while not room.poll(_UNREAD_MS):
                 if self.is_to_end():
                     return False

@@ -109,6 +109,8 @@ def test_results_come_in_the_order_of_ranks(capsys: pytest.CaptureFixture[str]):
     assert lines == [f"[{rank}] rank {rank} says \N{SNOWMAN}" for rank in range(3)]
     secret = 41
     assert hororing.run(lambda: secret + 1) == [42]  # one rank, and a closure
+    hororing.run(print, ("\N{SNOWMAN}" * 9999,))
+    assert capsys.readouterr().out == "\N{SNOWMAN}" * 9999 + "\n"
 
 
 def test_results_may_be_large_and_print_goes_to_files(tmp_path: Path):
@@ -367,6 +369,17 @@ except KeyboardInterrupt:
     print("interrupted", signal.getsignal(signal.SIGINT) == signal.default_int_handler)
     print(hororing.run(os.getenv, ("RANK",), np=1))
 """
+
+
+def test_ctrl_c_ends_a_job_whose_output_nobody_reads():
+    process = script(
+        "import hororing\ndef work():\n    while True: print('x' * 200)\nhororing.run(work, np=2)\n"
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.3)  # the pipe is full long before
+    process.send_signal(signal.SIGINT)
+    assert process.wait(DEADLINE_S) == -signal.SIGINT
 
 
 @pytest.mark.parametrize("how", ["ordinary", "stubborn"])
