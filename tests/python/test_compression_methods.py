@@ -211,12 +211,18 @@ def test_int8_rounds_to_half_a_step():
     assert error.max() <= (4 + 4 + 1e-3) * given.abs().max() / 127 / 2
 
 
+GROUPS: list[object] = []  # kept to the end
+
+
 def test_powersgd_is_as_the_hook_of_torch():
     # With one rank: both just sum over ranks, like the reference above.
     dist = pytest.importorskip("torch.distributed")
     hooks = pytest.importorskip("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
     rank, shape, seed, first_step = 3, (40, 30), 0, 2
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    # The hook's last future lets the group go in a thread of gloo. If that was the last reference,
+    # the group's destructor joins its own thread, and the process aborts.
+    GROUPS.append(dist.group.WORLD)
     try:
         model = torch.nn.Linear(shape[1], shape[0], bias=False, dtype=torch.float64)
         state = hooks.PowerSGDState(
