@@ -249,7 +249,7 @@ def given(variables: Mapping[Any, Any] | None) -> dict[str, str]:
     HORORING_ALONE may hide the launcher of this process, but not the job of its ranks.
     """
     if not isinstance(variables, (Mapping, type(None))):
-        raise TypeError(f"variables for ranks are a dict, not {variables!r}")
+        raise TypeError(f"the variables for ranks must be a dict, not {variables!r}")
     for name, value in (variables or {}).items():
         if not isinstance(name, str):
             raise TypeError(f"the name of the variable {name!r} is not a text")
