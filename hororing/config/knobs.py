@@ -16,6 +16,7 @@ from hororing.config.forms import (
     CORES,
     FUSION,
     LEVEL,
+    NETWORKS,
     PATH,
     STEPS,
     Form,
@@ -168,9 +169,10 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "INTERFACE",
-        PATH,
+        NETWORKS,
         None,
-        "network of this host that TCP uses: an address, or a name such as eth0; unset: the "
+        "network of this host that TCP uses: an address, or a name such as eth0; of several, such "
+        "as eth0,ib0, the first that the host has; unset: the "
         "network from which the store is reached; under mpirun the one of "
         "OMPI_MCA_btl_tcp_if_include, or that of the default route",
     ),

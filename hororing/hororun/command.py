@@ -130,7 +130,8 @@ def _parser() -> argparse.ArgumentParser:
         help="lines begin with their rank; as it comes: if there are several")  # fmt: skip
     add("--only-output-from", metavar="0,4-6",
         help="standard output of these ranks only; errors are always shown")  # fmt: skip
-    add("--start-timeout", type=_seconds, default=60.0, metavar="S",
+    add("--start-timeout", type=_seconds, metavar="S",
+        default=launch.environment().get("HOROVOD_START_TIMEOUT", "60"),
         help="longest that other hosts may take to answer (60)")  # fmt: skip
     add("--grace", type=_seconds, default=5.0, metavar="S",
         help="time between the request to end and the end, for all ranks (5)")  # fmt: skip
@@ -165,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _is_given(parser: argparse.ArgumentParser, arguments: argparse.Namespace, flag: str) -> bool:
     name = flag.removeprefix("--").replace("-", "_")
-    return bool(getattr(arguments, name) != parser.get_default(name))
+    return bool(getattr(arguments, name) != getattr(parser.parse_args([]), name))
 
 
 def _version() -> str:

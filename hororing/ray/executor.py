@@ -151,7 +151,7 @@ class RayExecutor:
         timeout_s : how long actors may take to start, in seconds. In an elastic job,
             the executor's `elastic_timeout` limits this and the next one.
         placement_group_timeout_s : how long Ray may take to place them, in seconds.
-        nics : as HORORING_INTERFACE; one interface.
+        nics : network interfaces, as HORORING_INTERFACE.
         verbose : no effect.
         ssh_identity_file, ssh_str : an error, because Ray starts the actors.
         """
@@ -160,10 +160,8 @@ class RayExecutor:
                 "create_settings: ssh_identity_file and ssh_str have no meaning: Ray starts the "
                 "actors, without ssh"
             )
-        names = [nics] if isinstance(nics, str) else list(nics or ())
-        if len(names) > 1:
-            raise ValueError(f"create_settings: nics={nics!r}: give one network interface")
-        return Settings(timeout_s, placement_group_timeout_s, names[0] if names else None)
+        interfaces = nics if isinstance(nics, str) else ",".join(nics or ())
+        return Settings(timeout_s, placement_group_timeout_s, interfaces or None)
 
     def start(
         self,

@@ -52,20 +52,21 @@ def is_own(host: str) -> bool:
     return False
 
 
-def chosen(interface: str) -> str:
-    """Return the address in HORORING_INTERFACE: itself, or the IPv4 address of "eth0".
+def chosen(text: str) -> str:
+    """Return an address of this host for HORORING_INTERFACE, such as "eth0,ib0" or "10.1.0.5".
 
-    ValueError if this host has no such interface, or the interface has no such address.
+    The first of several that this host has. ValueError if it has none of them.
     """
-    with contextlib.suppress(ValueError):
-        return str(ipaddress.ip_address(interface))
-    try:
-        return _address(interface)
-    except OSError as error:
-        names = ", ".join(name for _, name in socket.if_nameindex())
-        raise ValueError(
-            f"HORORING_INTERFACE={interface}: {error.strerror}; this host has {names}"
-        ) from None
+    given = [each.strip() for each in text.split(",")]
+    for interface in given:
+        with contextlib.suppress(ValueError):
+            address = str(ipaddress.ip_address(interface))
+            if len(given) == 1 or is_own(address):
+                return address
+        with contextlib.suppress(OSError):
+            return _address(interface)
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    raise ValueError(f"HORORING_INTERFACE={text}: not a network of this host, which has {names}")
 
 
 def reached_at(place: str = "") -> str:

@@ -54,7 +54,7 @@ def run(
     start_timeout : how long Spark may take until all tasks run, in seconds. None: 600.
     env : variables for all ranks, in addition to those of the executors, and to the HORORING_* and
         HOROVOD_* variables of this process.
-    nics : as HORORING_INTERFACE; one interface.
+    nics : network interfaces, as HORORING_INTERFACE.
     executable : the Python of the ranks. None: that of the executors.
     use_gloo, verbose : no effect.
     use_mpi, extra_mpi_args, stdout, stderr, prefix_output_with_timestamp : errors, if given.
@@ -76,9 +76,7 @@ def run(
     ):
         if value:
             raise ValueError(f"run: {name}={value!r}: {why}")
-    interface = [nics] if isinstance(nics, str) else list(nics or ())
-    if len(interface) > 1:
-        raise ValueError(f"run: nics={nics!r}: give one network interface")
+    interfaces = nics if isinstance(nics, str) else ",".join(nics or ())
     context = SparkContext._active_spark_context
     if context is None:
         raise ValueError(
@@ -89,7 +87,7 @@ def run(
         raise ValueError(f"run: num_proc={num_proc!r} is not a whole number from 1")
     variables = {
         **start.settings(),
-        **({"HORORING_INTERFACE": interface[0]} if interface else {}),
+        **({"HORORING_INTERFACE": interfaces} if interfaces else {}),
         **start.given(env),
     }
     payload = describe(fn, tuple(args), dict(kwargs or {}))

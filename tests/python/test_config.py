@@ -219,6 +219,7 @@ def test_every_shown_value_parses_back_to_itself(data: st.DataObject):
         forms.BYTES: st.integers(0, 2**40),
         forms.BOOL: st.booleans(),
         forms.PATH: st.text(string.ascii_letters + "/._-", min_size=1),
+        forms.NETWORKS: st.text(string.ascii_letters + "0123456789.,", min_size=1),
         forms.CORES: st.lists(st.integers(0, 99999), min_size=1, max_size=8).map(tuple),
         forms.STEPS: st.tuples(*2 * [st.integers(1, 10**9)]).map(sorted).map(tuple),
     }

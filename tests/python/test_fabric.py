@@ -71,6 +71,14 @@ def test_tcp_takes_the_network_that_open_mpi_is_told_to_take(monkeypatch: pytest
     assert address("no_such_0,nonsense/3") == "10.1.0.7"
 
 
+def test_tcp_takes_the_first_network_of_several_that_the_host_has():
+    assert interfaces.chosen("lo") == interfaces.chosen("absent0, lo,absent1") == "127.0.0.1"
+    assert interfaces.chosen("192.0.2.1,127.0.0.1") == "127.0.0.1"
+    assert interfaces.chosen("192.0.2.1") == "192.0.2.1"  # of a host behind address translation
+    with pytest.raises(ValueError, match="HORORING_INTERFACE=absent0,absent1: not a network of"):
+        interfaces.chosen("absent0,absent1")
+
+
 @pytest.mark.skipif(bool(pretend_hosts.why_not()), reason=pretend_hosts.why_not())
 def test_mpi_connects_hosts_only_where_all_have_a_fast_network(tmp_path: Path):
     script = tmp_path / "lives.py"
