@@ -104,10 +104,10 @@ class Broadcast:
         )
 
     def _broadcast(self) -> None:
-        """Broadcast, before the first batch. After it, what has come: an optimizer's is equal."""
-        states = () if self._before else self._states(self._optimizer)
+        """Broadcast, before the first batch; after it, what has come."""
         # A variable may be in both.
-        unique = {self._key(variable): variable for variable in (*self.model.weights, *states)}
+        both = (*self.model.weights, *self._states(self._optimizer))
+        unique = {self._key(variable): variable for variable in both}
         left_out = self._local | self._before
         variables = [variable for key, variable in unique.items() if key not in left_out]
         if variables:
