@@ -308,12 +308,13 @@ class LearningRateWarmup(LearningRateSchedule):
     """Raises the learning rate from ``initial_lr / size`` to `initial_lr`, batch by batch.
 
     For rates that were multiplied by the number of ranks (Goyal et al. 2017, arXiv:1706.02677,
-    section 2.2). The last batch of the last epoch of warm-up has `initial_lr`.
+    section 2.2). The last batch of warm-up has `initial_lr`. With `steps_per_execution`, batches of
+    one execution have the rate of the last of them.
 
     Parameters
     ----------
     initial_lr : the final rate.
-    warmup_epochs : how long that takes.
+    warmup_epochs : how long that takes; also a fraction.
     momentum_correction, steps_per_epoch : as for `LearningRateSchedule`.
     verbose : 1: rank 0 prints the rate when warm-up ends.
     """
@@ -328,7 +329,8 @@ class LearningRateWarmup(LearningRateSchedule):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self._steps is not None
-            done = epoch + 1 / self._steps  # when this batch is over
+            batches = int(self.model.steps_per_execution or 1)  # until the rate may change again
+            done = min(epoch + batches / self._steps, warmup_epochs)
             return (done * (size() - 1) / warmup_epochs + 1) / size()
 
         super().__init__(

@@ -88,6 +88,11 @@ def case_several_steps_per_execution_and_eager_steps():
                 verbose=0, callbacks=[Broadcast(0)],
             )  # fmt: skip
             assert_same_weights(model, expected)
+    model.compile(sgd(), "mse", steps_per_execution=2)
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.25, warmup_epochs=1.5)
+    history = model.fit(X, Y, batch_size=len(X) // 4, epochs=2, verbose=0, callbacks=[warmup])
+    rates = [0.25 * (done * (hvd.size() - 1) / 1.5 + 1) / hvd.size() for done in (1, 1.5)]
+    np.testing.assert_allclose(history.history["lr"], rates)
 
 
 def case_a_model_that_only_some_ranks_have_built_is_an_error_on_all():
