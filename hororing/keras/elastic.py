@@ -27,22 +27,15 @@ from typing import Any
 import keras
 from keras import ops
 
-from hororing.elastic import (
-    HororingInternalError,
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    ObjectState,
-    State,
-    fit,
-    history,
-    run_fn,
-)
+from hororing import elastic
+from hororing.elastic import *  # noqa: F403
+from hororing.elastic import fit, run_fn
 from hororing.elastic.loop import reset
 from hororing.elastic.variables import ModelState
 from hororing.keras.backends import backend
 
 
-def run(func: Callable[..., Any]) -> Callable[..., Any]:
+def run(func: Callable[..., Any]) -> Callable[..., Any]:  # type: ignore[no-redef]
     """Like `hororing.elastic.run`, also for errors from compiled Keras functions."""
     return run_fn(func, reset, lambda error: backend().convert_error(error))
 
@@ -81,15 +74,8 @@ class UpdateEpochStateCallback(fit.UpdateEpochState, keras.callbacks.Callback): 
 
 __all__ = [
     "CommitStateCallback",
-    "HororingInternalError",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
     "KerasState",
-    "ObjectState",
-    "State",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
-    "history",
-    "run",
-    "run_fn",
 ]
+__all__ += elastic.__all__

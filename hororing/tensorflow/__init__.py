@@ -14,56 +14,24 @@ All names and recipes: docs/tensorflow.md.
 
 from __future__ import annotations
 
-from hororing.errors import (
-    DuplicateNameError,
-    MismatchError,
-    NotInitializedError,
-    PeerLostError,
-    ShutDownError,
-    StalledError,
-    TransportError,
-    UnsupportedOpError,
-)
-from hororing.tensorflow import elastic, mpi_ops, util
+from hororing.tensorflow import elastic, mpi_ops, state, util
 from hororing.tensorflow.compression import Compression
 from hororing.tensorflow.mpi_ops import *  # noqa: F403
 from hororing.tensorflow.optimizer import DistributedOptimizer
-from hororing.tensorflow.state import (
-    BroadcastGlobalVariablesHook,
-    allgather_object,
-    broadcast_,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_object_fn,
-    broadcast_variables,
-)
+from hororing.tensorflow.state import *  # noqa: F403
 from hororing.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hororing.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 from hororing.tensorflow.util import *  # noqa: F403
 from hororing.tensorflow.util import _executing_eagerly as _executing_eagerly
 
 __all__ = [
-    "BroadcastGlobalVariablesHook",
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
-    "DuplicateNameError",
-    "MismatchError",
-    "NotInitializedError",
     "PartialDistributedGradientTape",
-    "PeerLostError",
-    "ShutDownError",
-    "StalledError",
     "SyncBatchNormalization",
-    "TransportError",
-    "UnsupportedOpError",
-    "allgather_object",
-    "broadcast_",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "broadcast_variables",
     "elastic",
 ]
 __all__ += mpi_ops.__all__
+__all__ += state.__all__
 __all__ += util.__all__

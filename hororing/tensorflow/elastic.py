@@ -23,23 +23,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from hororing import membership
-from hororing.elastic import (
-    HororingInternalError,
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    ObjectState,
-    State,
-    history,
-    run_fn,
-)
+from hororing import elastic, membership
+from hororing.elastic import *  # noqa: F403
+from hororing.elastic import run_fn
 from hororing.elastic.loop import reset
 from hororing.elastic.variables import ModelState, Stepper, VariablesState
 from hororing.tensorflow.requests import convert_error
 from hororing.tensorflow.steps import CountedSteps, count_steps_of
 
 
-def run(func: Callable[..., Any]) -> Callable[..., Any]:
+def run(func: Callable[..., Any]) -> Callable[..., Any]:  # type: ignore[no-redef]
     """Like `hororing.elastic.run`, also for the errors that graphs raise."""
     return run_fn(func, reset, convert_error)
 
@@ -130,14 +123,7 @@ class TensorFlowKerasState(ModelState):
 
 
 __all__ = [
-    "HororingInternalError",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "State",
     "TensorFlowKerasState",
     "TensorFlowState",
-    "history",
-    "run",
-    "run_fn",
 ]
+__all__ += elastic.__all__

@@ -1,15 +1,7 @@
 """Horovod's name for `hororing.torch.state`."""
 
-from hororing.torch.state import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from hororing.torch import state
+from hororing.torch.state import *  # noqa: F403
 
-__all__ = [
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-]
+__all__: list[str] = []
+__all__ += state.__all__
