@@ -18,7 +18,7 @@ from hororing.job import process as _process
 from hororing.launch import Launch
 from hororing.rendezvous.client import RendezvousError
 from hororing.rendezvous.elastic_member import ElasticMember, RetiredError
-from hororing.rendezvous.generations import ADDED, REMOVED, Member, World
+from hororing.rendezvous.generations import ADDED, REMOVED, World
 
 NO_UPDATE, MIXED = 0, REMOVED | ADDED
 
@@ -142,17 +142,3 @@ def keeps_failing() -> bool:
     """Whether the last generations, which failed to start, all had the same members."""
     last = [[each.uid for each in world.members] for world in _own.worlds[-_TRIES:]]
     return len(last) == _TRIES and all(each == last[0] for each in last)
-
-
-__all__ = [
-    "SIGN",
-    "Member",
-    "World",
-    "enter",
-    "generation",
-    "history",
-    "is_elastic",
-    "keeps_failing",
-    "set_progress",
-    "updates",
-]

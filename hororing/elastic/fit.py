@@ -136,6 +136,3 @@ class UpdateEpochState:
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Note the next epoch."""
         self.state.epoch += 1
-
-
-__all__ = ["CommitState", "UpdateBatchState", "UpdateEpochState"]

@@ -116,6 +116,3 @@ def reset() -> None:
         except HororingInternalError:
             if not job.is_initialized():
                 raise  # otherwise another rank was lost while process sets were registered
-
-
-__all__ = ["reset", "run", "run_fn"]

@@ -31,6 +31,3 @@ def share_of(samples: Sequence[int], rank: int, size: int) -> list[int]:
     """
     padded = -(-len(samples) // size) * size
     return list(itertools.islice(itertools.cycle(samples), rank, padded, size))
-
-
-__all__ = ["samples_left", "share_of"]

@@ -41,6 +41,3 @@ def read(path: Path) -> tuple[int, Any] | None:
     if form != _FORMAT:
         raise ValueError(f"save_to: {path} is not a state saved by hororing")
     return int(commits), kept
-
-
-__all__ = ["read", "write"]

@@ -313,6 +313,3 @@ def check_names(here: Iterable[str], there: Iterable[str]) -> None:
     """ValueError if a saved state has other values than this one."""
     if set(here) != set(there):
         raise ValueError(f"it has {sorted(there)}, and the state here {sorted(here)}")
-
-
-__all__ = ["ObjectState", "RedistributeSamples", "State", "check_names"]

@@ -14,7 +14,7 @@ import hororing.numpy as hvd
 from hororing import job, membership
 from hororing.elastic.state import ObjectState
 from hororing.elastic.steps import Steps
-from hororing.membership import Member
+from hororing.rendezvous.generations import Member
 
 
 class SteppedState(ObjectState):
@@ -122,6 +122,3 @@ class SteppedState(ObjectState):
         if keeps_parameters:
             self._mark()
         return True
-
-
-__all__ = ["SteppedState"]

@@ -215,6 +215,3 @@ class Steps:
         if self._sharing:
             collectives.abandon(self._sharing, None)
         self._sharing = 0
-
-
-__all__ = ["Counter", "Place", "Steps"]

@@ -220,6 +220,3 @@ def digest_of(arrays: Iterable[Array]) -> int:
         words = flat.view(np.int32 if flat.itemsize % 4 == 0 else np.uint8)
         total += int(words.sum(dtype=np.int64))
     return total % (1 << 62)
-
-
-__all__ = ["ModelState", "Stepper", "VariablesState", "broadcast"]

@@ -120,6 +120,3 @@ def DistributedOptimizer(
         optimizer, name, backward_passes_per_step=backward_passes_per_step,
         average_aggregated_gradients=average_aggregated_gradients, **options,
     )  # fmt: skip
-
-
-__all__ = ["DistributedOptimizer"]

@@ -101,6 +101,3 @@ def count_steps_of(optimizer: Any) -> CountedSteps:
 
     optimizer.__dict__["apply"] = counted_apply  # otherwise Keras would track it
     return counted
-
-
-__all__ = ["CountedSteps", "count_steps_of"]

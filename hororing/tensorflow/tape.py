@@ -202,6 +202,3 @@ def weights_of(layers: Any) -> Iterable[Any]:
         if not hasattr(layer, "trainable_weights"):
             raise ValueError(f"local_layers must be Keras layers, not {type(layer).__name__}")
     return [weight for layer in several for weight in layer.trainable_weights]
-
-
-__all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]

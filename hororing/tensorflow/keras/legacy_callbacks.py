@@ -119,15 +119,3 @@ class UpdateBatchStateCallback(fit.UpdateBatchState, tf.keras.callbacks.Callback
 
 class UpdateEpochStateCallback(fit.UpdateEpochState, tf.keras.callbacks.Callback):  # type: ignore[misc]
     """Notes the epoch in ``state.epoch``: hororing.elastic.fit.UpdateEpochState."""
-
-
-__all__ = [
-    "BestModelCheckpoint",
-    "BroadcastGlobalVariablesCallback",
-    "CommitStateCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-    "UpdateBatchStateCallback",
-    "UpdateEpochStateCallback",
-]

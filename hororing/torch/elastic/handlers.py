@@ -299,16 +299,3 @@ def handler_for(value: Any) -> StateHandler | None:
         if isinstance(value, kind):
             return handler(value)
     return None
-
-
-__all__ = [
-    "ModelStateHandler",
-    "ObjectWithStateHandler",
-    "OptimizerStateHandler",
-    "SamplerStateHandler",
-    "StateHandler",
-    "broadcast",
-    "get_handler_registry",
-    "handler_for",
-    "set_handler_registry",
-]

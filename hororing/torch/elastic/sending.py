@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hororing import collectives
-from hororing.membership import Member
+from hororing.rendezvous.generations import Member
 from hororing.torch.verbs import verbs
 
 # Bounds the bytes in flight, because they are received into extra memory.
@@ -79,6 +79,3 @@ class Sender:
         if self._lacks:
             for (_, tensor), (rows, _) in zip(part, received, strict=True):
                 tensor.copy_(rows[0].view(tensor.shape))
-
-
-__all__ = ["Sender", "sources"]

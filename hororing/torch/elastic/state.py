@@ -11,7 +11,7 @@ from hororing import job, membership
 from hororing.elastic.state import check_names
 from hororing.elastic.stepped import SteppedState
 from hororing.elastic.steps import Steps
-from hororing.membership import Member
+from hororing.rendezvous.generations import Member
 from hororing.torch.elastic.handlers import StateHandler, broadcast, handler_for
 from hororing.torch.elastic.sampler import ElasticSampler
 from hororing.torch.elastic.sending import Sender, sources
