@@ -260,6 +260,11 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def inherited() -> dict[str, str]:
+    """Return `environment()` without the place of this process: without VARIABLES."""
+    return {name: text for name, text in os.environ.items() if name not in VARIABLES}
+
+
 def variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the members of VARIABLES that are set."""
     env = os.environ if environ is None else environ

@@ -87,9 +87,7 @@ class _Agent:
                 self._start(message)
 
     def _start(self, message: dict[str, Any]) -> None:
-        own = launch.environment()
-        environment = {name: own[name] for name in own if name not in launch.VARIABLES}
-        environment |= message["environment"]
+        environment = launch.inherited() | message["environment"]
         # The address of the launcher's host, if ssh reports it.
         seen = environment.get("SSH_CONNECTION", "").partition(" ")[0]
         descriptor = memory_file("secret", bytes.fromhex(message["secret"]))

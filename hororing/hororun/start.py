@@ -117,8 +117,7 @@ def run_elastic(
     CannotStartError : there are no hosts, or a program cannot be started.
     """
     secret, job = protocol.new_secret(), secrets.token_hex(8)
-    own = launch.environment()
-    inherited = {name: own[name] for name in own if name not in launch.VARIABLES}
+    inherited = launch.inherited()
     common = {"PYTHONUNBUFFERED": "1", "HORORING_ELASTIC": "1", "HORORING_JOB": job}
     payload = None if what.payload is None else memory_file("payload", what.payload)
     stores: dict[bool, str] = {}  # the store's address, by whether a process is on this host
@@ -203,9 +202,7 @@ def _assign(
 ) -> None:
     size = len(what.placed)
     # Not the variables that an outer job has set for this process.
-    own = launch.environment()
-    inherited = {name: own[name] for name in own if name not in launch.VARIABLES}
-    inherited = {"PYTHONUNBUFFERED": "1", **inherited, **what.variables}
+    inherited = {"PYTHONUNBUFFERED": "1", **launch.inherited(), **what.variables}
     given = {name: text for name, text in what.variables.items() if name.startswith("MASTER_")}
     environments = {
         place.rank: {**plan.environment(place, size, rendezvous), **given} for place in what.placed
@@ -235,11 +232,10 @@ def _assign(
 
 def settings() -> dict[str, str]:
     """Variables of this process for ranks of other hosts, most of which must be the same."""
-    own = launch.environment()
     return {
-        name: own[name]
-        for name in own
-        if name.startswith(("HORORING_", "HOROVOD_")) and name not in launch.VARIABLES
+        name: text
+        for name, text in launch.inherited().items()
+        if name.startswith(("HORORING_", "HOROVOD_"))
     }
 
 

@@ -60,11 +60,7 @@ def run_rank(task: TaskSettings, _: Iterable[int]) -> Iterator[Outcome]:
     place = plan.by_host([everybody[i][0] for i in order])[rank]
     environment = {
         "PYTHONUNBUFFERED": "1",
-        **{
-            name: value
-            for name, value in launch.environment().items()
-            if name not in launch.VARIABLES
-        },
+        **launch.inherited(),
         **task.variables,
         **plan.environment(place, len(order), rendezvous),
     }
