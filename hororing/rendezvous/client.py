@@ -226,17 +226,27 @@ class Member:
             self._stream = None
 
     def _ask(self, what: str, key: str, timeout_s: float, **more: Any) -> Deadline:
-        if self._stream is None:
-            raise RendezvousError(f"{self._name()} has lost its connection to the store")
         deadline = Deadline(timeout_s + _ANSWER_S)
         request = {"do": what, "generation": self.generation, "key": key, **more}
         if math.isfinite(timeout_s):
             request["timeout_s"] = timeout_s
+        self._send(request, deadline)
+        return deadline
+
+    def _send(self, message: dict[str, Any], deadline: Deadline) -> None:
+        if self._stream is None:
+            raise RendezvousError(f"{self._name()} has lost its connection to the store")
         try:
-            self._stream.send(request, deadline)
+            self._stream.send(message, deadline)
         except OSError as error:
             raise self._failed(error) from None
-        return deadline
+
+    def _receive(self, deadline: Deadline) -> dict[str, Any]:
+        assert self._stream is not None
+        try:
+            return self._stream.receive(deadline)
+        except (OSError, EOFError, ProtocolError) as error:
+            raise self._failed(error) from None
 
     def _take(self, message: dict[str, Any], name: str, kind: type) -> Any:
         try:
@@ -246,12 +256,8 @@ class Member:
 
     def _next(self, key: str, deadline: Deadline) -> dict[str, Any]:
         """Return the next message about `key`. Skips answers to abandoned requests."""
-        assert self._stream is not None
         while True:
-            try:
-                message = self._stream.receive(deadline)
-            except (OSError, EOFError, ProtocolError) as error:
-                raise self._failed(error) from None
+            message = self._receive(deadline)
             if message.get("key") != key:
                 continue
             if "error" in message:

@@ -8,7 +8,6 @@ from typing import Any
 from hororing.rendezvous import generations, protocol
 from hororing.rendezvous.client import Deadline, Member, RendezvousError
 from hororing.rendezvous.generations import World
-from hororing.rendezvous.protocol import ProtocolError
 
 
 class RetiredError(Exception):
@@ -79,7 +78,8 @@ class ElasticMember(Member):
             self._asked += 1
             self._send(
                 {"do": "ready", "ask": self._asked, "generation": self.generation, "step": step,
-                 "marks": marks, "failed": failed}
+                 "marks": marks, "failed": failed},
+                Deadline(math.inf),
             )  # fmt: skip
             answer = self._receive_reply(self._asked)
             if "error" in answer:
@@ -100,21 +100,9 @@ class ElasticMember(Member):
         super().close()
         self.beats.close()  # only now: its users have ended in `at_close`
 
-    def _send(self, message: dict[str, Any]) -> None:
-        if self._stream is None:
-            raise RendezvousError(f"{self._name()} has lost its connection to the store")
-        try:
-            self._stream.send(message, Deadline(math.inf))
-        except OSError as error:
-            raise self._failed(error) from None
-
     def _receive_reply(self, asked: int) -> dict[str, Any]:
         """Return the reply to this request. Skips replies to abandoned requests."""
-        assert self._stream is not None
         while True:
-            try:
-                message = self._stream.receive(Deadline(math.inf))
-            except (OSError, EOFError, ProtocolError) as error:
-                raise self._failed(error) from None
+            message = self._receive(Deadline(math.inf))
             if message.get("ask") == asked:
                 return message

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hororing.rendezvous import protocol
-from hororing.rendezvous.client import Member, RendezvousError
+from hororing.rendezvous.client import Deadline, Member, RendezvousError
 from hororing.rendezvous.elastic_member import ElasticMember, RetiredError
 from hororing.rendezvous.elastic_store import ElasticStore
 from hororing.rendezvous.generations import Ended, Event, Lost, World
@@ -171,7 +171,8 @@ def test_an_interrupted_wait_can_be_repeated():
     with opened(np=2) as (store, _):
         first, second = member(store), member(store)
         first._send(  # like `next_world`, without waiting for the answer
-            {"do": "ready", "ask": 0, "generation": 0, "step": 0, "marks": 0, "failed": False}
+            {"do": "ready", "ask": 0, "generation": 0, "step": 0, "marks": 0, "failed": False},
+            Deadline(DEADLINE_S),
         )
         assert worlds(second)[0].generation == 1
         with ThreadPoolExecutor(1) as pool:
