@@ -2,22 +2,16 @@
 
     gradients are reduced -> parameters change -> ... -> mark -> ...
 
-A rank applies a step when all its gradients are reduced, so all ranks have the same step. If a rank
-is lost meanwhile, some of the others may have applied the step and some may not. The next
-generation continues from the rank with the most steps, and a rank that lacks one gets its state.
-If no surviving rank has applied the step, it is done again. So parameters need no copy, and earlier
-steps are never lost.
+A rank applies a step when all its gradients are reduced, so survivors differ by one step at most,
+and a rank that lacks it gets its state from another. Parameters therefore need no copy.
 
 The script's other values (epoch, place in the data, learning rate) are small. They are copied at
-each *mark*, the call by which the script ends a step. After a failure that copy may be older than
-the parameters, by the steps since the mark. The script then runs these steps again to update its
-own values, and `take` leaves the parameters alone: a step is *replayed*.
+each *mark*, the call by which the script ends a step. After a failure the script runs the steps
+since the mark again, to update its own values, and `take` leaves the parameters alone: a step is
+*replayed*.
 
-In a step, ranks also start to share their updates about hosts and processes that join or leave. At
-the end of the next step all of them have the updates, and so leave at the same mark. No rank waits
-for this: a request that all ranks have started before their gradients completes with these. The
-same request determines the next step in which they share updates, because in each short step that
-would take a few percent of the time.
+In a step, ranks also start to share their updates about hosts and processes; all have them at the
+end of the next one, and no rank waits. docs/adr/0052-steps-of-elastic-training.md has the reasons.
 """
 
 from __future__ import annotations

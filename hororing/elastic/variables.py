@@ -104,16 +104,6 @@ class ModelState(VariablesState):
     Steps can be transactions if there is a `Stepper` for the optimizer, with Keras 3. Steps change
     trainable weights and the optimizer's variables. All other variables of the model are small and
     copied at each mark: averages of batches, random generators.
-
-    Parameters
-    ----------
-    model : must be built.
-    optimizer : None: that of the compiled model, if any.
-    kwargs : the objects by name.
-
-    Raises
-    ------
-    ValueError : the model has no variables yet.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
