@@ -66,11 +66,11 @@ class AutoReducer(Reducer):
         super().__init__(*options)
 
     def _hook(self, param: torch.Tensor, gradient: Gradient) -> None:
-        super()._hook(param, gradient)
-        if gradient.hook is not None and self._stop.alive:
+        if self._stop.alive:
             leave_uncompiled(_note)
             register: Any = param.register_post_accumulate_grad_hook  # torch declares no types
             self._timers.append(register(partial(_note, self._fired_s, id(param))))
+        super()._hook(param, gradient)  # the last hook may send gradients
 
     def pass_ended(self) -> None:
         """Note when the gradients of a step's last pass were ready."""

@@ -184,8 +184,14 @@ class Gradient(PersistentAllreduce):
         self.reducer.unclassified.append(self)
 
     def classify(self) -> bool:
-        """At the end of a pass: return whether the hook may send the gradient from now on."""
-        self.fires_once = self.seen == 1
+        """At the end of a pass: return whether the hook may send the gradient from now on.
+
+        Not if the script's own hooks come after it, which may read and change the gradient.
+        """
+        hook = self.hook
+        hooks = None if hook is None else hook.hooks_dict_ref()
+        is_last = hook is None or not hooks or next(reversed(hooks)) == hook.id
+        self.fires_once = self.seen == 1 and is_last
         return self.fires_once
 
     def take(self) -> torch.Tensor | None:

@@ -89,6 +89,24 @@ def case_a_gradient_that_the_user_puts_in_its_place_is_what_the_step_takes():
         torch.testing.assert_close(mine, before - 0.05 * (1 + 1.9))
 
 
+def case_hooks_of_the_script_come_before_the_reduction():
+    layer = nn.Linear(300, 300, bias=False)  # so large that its own hook would send it
+    optimizer = distributed(layer)
+    in_flight = []
+
+    def double(param):
+        in_flight.append(len(optimizer._handles))
+        param.grad.mul_(2)
+
+    layer.weight.register_post_accumulate_grad_hook(double)
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(torch.ones(1, 300)).sum().backward()
+        assert bool((layer.weight.grad == 2).all())
+        optimizer.step()
+    assert in_flight == [0, 0, 0]
+
+
 def case_memory_of_the_user_in_which_gradients_add_up_stays_the_gradient():
     model, optimizer, *_ = twins(op=hvd.Sum)
     flat = torch.zeros(WIDE * WIDE)
