@@ -230,6 +230,8 @@ class Gradient(PersistentAllreduce):
             place = f"gradient of '{self.name}', backward pass {passes} of {passes}"
             text += f" (in the hook: {place})"
             self.state = ASK  # it may be sent again
+        elif f"'{self.name}'" not in text:
+            text += f" (gradient of '{self.name}')"
         error.args = (text, *error.args[1:])
         return error
 
@@ -329,10 +331,12 @@ class Gradient(PersistentAllreduce):
     # -- at the end of a pass, or in synchronize ------------------------------------------------
 
     def ensure_gradient(self, param: torch.Tensor) -> None:
-        """Create a zero gradient if this rank has none."""
+        """Create a zero gradient if this rank has none, and memory for an expanded one."""
         if param.grad is None:
             sparse = self.sparse_dims > 0 and not self.reducer.options.sparse_as_dense
             param.grad = self._sparse_zero(param) if sparse else torch.zeros_like(param)
+        elif param.grad.layout is torch.strided and 0 in param.grad.stride():
+            param.grad = param.grad.clone()
 
     def _sparse_zero(self, param: torch.Tensor) -> torch.Tensor:
         # With as many sparse dimensions as the other ranks' gradients.

@@ -89,6 +89,16 @@ def case_a_gradient_that_the_user_puts_in_its_place_is_what_the_step_takes():
         torch.testing.assert_close(mine, before - 0.05 * (1 + 1.9))
 
 
+def case_an_expanded_gradient_gets_memory_of_its_own():
+    for options in ({}, {"groups": 1}):
+        param = nn.Parameter(torch.zeros(3, 4))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), **options)
+        if hvd.rank() == 0:
+            param.grad = torch.tensor(float(hvd.size())).expand(3, 4)
+        optimizer.step()
+        assert torch.equal(param, torch.full((3, 4), -1.0))
+
+
 def case_hooks_of_the_script_come_before_the_reduction():
     layer = nn.Linear(300, 300, bias=False)  # so large that its own hook would send it
     optimizer = distributed(layer)
