@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
@@ -28,16 +29,23 @@ from hororing.torch.reducer import Reducer
 class _Delta(Gradient):
     """The change of one parameter. Its hook only counts backward passes."""
 
-    __slots__ = ("live",)
+    __slots__ = ("live", "passed")
+    reducer: _DeltaReducer
 
     def __init__(self, name: str, param: torch.Tensor, reducer: Reducer) -> None:
         super().__init__(name, param, reducer)
         # Has ever needed a gradient. Later a step may change it also while it is frozen: an old
         # gradient, weight decay, momentum.
         self.live = False
+        self.passed = 0  # the reducer's number of the latest pass that had it
 
     def on_gradient(self, param: torch.Tensor) -> None:
-        """Note a backward pass."""
+        """Note a backward pass, once, however many reentrant checkpoints use the parameter."""
+        if self.reducer.thread != get_ident():
+            self.reducer.note_task(self.name)
+        if self.passed == self.reducer.begun:
+            return
+        self.passed = self.reducer.begun
         passes = self.reducer.passes
         if self.seen >= passes:
             raise unexpected_pass(self.name, passes, "belong to a step that was not taken")
@@ -55,6 +63,17 @@ _Before = deque[tuple[torch.Tensor, _Delta, torch.Tensor]]
 
 class _DeltaReducer(Reducer):
     gradient_type = _Delta
+    begun = 0  # backward passes
+
+    def begin_pass(self, name: str) -> None:
+        """Number the pass."""
+        self.begun += 1
+
+    def pass_ended(self) -> None:
+        """Do nothing: `step()` reduces."""
+
+    def pass_failed(self) -> None:
+        """Do nothing: nothing is in flight."""
 
     def arrange(self) -> None:
         """Count the passes of all parameters: other optimizers do not share changes."""

@@ -15,6 +15,7 @@ import pytest
 import session
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch_training import (
     STEPS,
     Careless,
@@ -175,6 +176,21 @@ def case_gradients_add_up_over_backward_passes():
     ranks.optimizer.set_backward_passes_per_step(2)
     step(2)
     step(1)
+
+
+def case_reentrant_checkpoints_that_share_a_layer_are_one_pass():
+    ranks = AllRanks(model=nn.Linear(5, 5), backward_passes_per_step=2)
+    data = batches(2)
+
+    def loss(module, rank, number):
+        x = share(data[number][0], rank).requires_grad_()
+        for _ in range(2):
+            x = checkpoint(module, x, use_reentrant=True)
+        return x.square().mean()
+
+    for _ in range(2):
+        ranks.step(loss, passes=2)
+    ranks.check()
 
 
 def case_one_backward_pass_too_many_is_refused_by_name():
