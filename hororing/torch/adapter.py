@@ -90,6 +90,12 @@ class TorchAdapter:
                 f"{verb}: {tensor.device.type.upper()} tensors need a copy in the memory of the "
                 "host or of a CUDA device; use tensor.cpu() and copy the result back"
             )
+        try:
+            tensor.data_ptr()
+        except RuntimeError as error:
+            raise ValueError(
+                f"{verb}: {error}; call it outside of vmap, jvp and other transforms of torch.func"
+            ) from None
         if tensor.dtype in _PARTS:
             # A single complex number is one row of two parts to the core, which must not be split.
             if tensor.dim() == 0 and verb.endswith(("allgather", "alltoall", "reducescatter")):

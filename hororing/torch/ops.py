@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.autograd import forward_ad
 
 from hororing import arguments
 from hororing import verbs as neutral
@@ -60,7 +61,12 @@ def _recorded(tensors: Iterable[object]) -> bool:
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 return True
-    return False
+    # In forward mode torch then says that it cannot differentiate the verb.
+    unpack: Any = forward_ad.unpack_dual  # torch declares no types
+    return forward_ad._current_level >= 0 and any(
+        isinstance(tensor, torch.Tensor) and unpack(tensor).tangent is not None
+        for tensor in tensors
+    )
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ conformance/ tests results, errors and gradients of the verbs for every framewor
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import random
@@ -21,6 +22,7 @@ import pytest
 import session
 import torch
 from asked import asked_during
+from torch.autograd import forward_ad
 
 import hororing.numpy
 import hororing.torch as hvd
@@ -406,6 +408,21 @@ def case_a_gradient_of_a_broadcast_can_be_differentiated_on_every_rank():
     root = hvd.rank() == 1
     assert first.tolist() == [4.0 * root] * 2
     torch.testing.assert_close(own.grad, torch.full((2,), 2.0 * root / hvd.size()))
+
+
+def case_forward_mode_and_transforms_are_refused() -> None:
+    ones = torch.ones(hvd.size())
+    verbs = [hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter]
+    verbs += [functools.partial(hvd.broadcast, root_rank=0), lambda x: hvd.grouped_allreduce([x])]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(ones, ones)
+        for verb in verbs:
+            with pytest.raises(NotImplementedError, match="forward mode"):
+                verb(dual)
+        assert torch.equal(hvd.allreduce(ones), ones)
+    for verb in verbs:
+        with pytest.raises(ValueError, match=r"(all|reduce|broad)\w+: .* outside of vmap"):
+            torch.vmap(verb)(torch.ones(2, hvd.size()))
 
 
 def case_the_default_device_does_not_matter() -> None:
