@@ -71,6 +71,8 @@ def send_parameters(params: Any, send: Send) -> None:
 
 def _check(named: Sequence[tuple[str, Any]]) -> None:
     for name, tensor in named:
+        if not isinstance(name, str):
+            raise TypeError(f"broadcast_parameters: names must be strings, not {name!r}")
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"broadcast_parameters: '{name}' is not a tensor but {type(tensor).__name__}; "

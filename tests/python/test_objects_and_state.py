@@ -254,8 +254,11 @@ def case_parameters_that_differ() -> None:
         assert len(set(hvd.allgather_object(str(caught.value)))) == 1
         assert named["shared"].tolist() == [rank] * 2
     expanded = torch.zeros(1).expand(3)
-    for wrong, text in (({"a": expanded}, "expanded"), ({"a": 3}, "int"), (iter(()), "generator")):
-        kind = TypeError if rank == 1 and text == "int" else ValueError
+    for wrong, text in (
+        ({"a": expanded}, "expanded"), ({"a": 3}, "int"), (iter(()), "generator"),
+        ({1: torch.zeros(3)}, "strings, not 1"),
+    ):  # fmt: skip
+        kind = TypeError if rank == 1 and text in ("int", "strings, not 1") else ValueError
         with pytest.raises(kind, match=text) as raised:
             hvd.broadcast_parameters(wrong if rank == 1 else {"a": torch.zeros(3)}, 0)  # type: ignore[arg-type]
         assert ("rank 1 cannot" in str(raised.value)) is (rank != 1)
