@@ -13,6 +13,7 @@ import numpy as np
 
 import hororing.numpy as hvd
 from hororing import arguments, collectives, membership
+from hororing.elastic.variables import renew_constants
 from hororing.objects import allgather_object
 from hororing.runtime import rank, size
 
@@ -114,6 +115,7 @@ class Broadcast:
             self._send(variables)
         self._before = set(unique)
         self._sent = (self.model, self._optimizer, membership.generation())
+            renew_constants(self.model)
 
     # What differs between Keras 2 and 3.
 

@@ -138,6 +138,10 @@ class ModelState(VariablesState):
         for variable, value in self._saved_here:
             variable.assign(value)
 
+    def _assign(self, values: Sequence[Array]) -> None:
+        super()._assign(values)
+        renew_constants(self.model)
+
     def sync(self) -> None:
         """Send the values that rank 0 has saved last to all ranks; passes begin again."""
         super().sync()
@@ -200,6 +204,13 @@ class ModelState(VariablesState):
     def _variables(self) -> list[Any]:
         held = () if self.optimizer is None else self.optimizer.variables
         return [*self.model.weights, *(held() if callable(held) else held)]
+
+
+def renew_constants(model: Any) -> None:
+    """Let Normalization layers use their new weights: they compute with constants made of them."""
+    for layer in model._flatten_layers():
+        if hasattr(layer, "adapt_mean"):
+            layer.finalize_state()
 
 
 def digest_of(arrays: Iterable[Array]) -> int:

@@ -273,6 +273,18 @@ def case_a_broadcast_leaves_out_local_variables_and_random_states():
     assert all((ops.convert_to_numpy(seed) == 7 + hvd.rank()).all() for seed in seeds)
 
 
+def case_normalization_uses_the_statistics_that_it_gets():
+    layer = keras.layers.Normalization()
+    model = keras.Sequential([keras.Input((FEATURES,)), layer, keras.layers.Dense(OUTPUTS)])
+    model.compile(hvd.DistributedOptimizer(sgd()), "mse")
+    callback = Broadcast(0)
+    callback.set_model(model)
+    for send in (callback.on_train_begin, lambda: hvd.elastic.KerasState(model).sync()):
+        layer.adapt(X[(hvd.rank() * BATCH) :])
+        send()
+        np.testing.assert_allclose(ops.convert_to_numpy(layer.mean)[0], X.mean(0), rtol=1e-5)
+
+
 def case_passes_are_added_up_before_they_are_reduced():
     for averaged in (True, False):
         rate = 0.1 if averaged else 0.05
