@@ -166,6 +166,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         variables = (
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
+        self._check_variables_are_known(variables)  # before other ranks wait
 
         def update(totals: list[Any], weight: Any) -> None:
             if self._settings.op != Adasum or not self._settings.reduces:
@@ -201,6 +202,8 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         stateless_apply = super().stateless_apply
         before, own = list(trainable_variables), list(optimizer_variables)
         variables = self._trainable_variables
+        if len(before) != len(variables):
+            stateless_apply(own, grads, before)  # raises Keras' error
 
         def plain(totals: list[Any]) -> tuple[list[Any], list[Any]]:
             state.stateless = True

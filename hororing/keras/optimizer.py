@@ -133,7 +133,8 @@ def load_model(
 
     Parameters
     ----------
-    filepath : a file of ``model.save``, with or without hororing.
+    filepath : a .keras file of ``model.save``, with or without hororing. (From an .h5 file, Keras 3
+        loads no state of the optimizer.)
     custom_optimizers : classes of optimizers that the file may contain, besides those of Keras.
     custom_objects : as for ``keras.models.load_model``.
     compression : as for `DistributedOptimizer`. For its other arguments use

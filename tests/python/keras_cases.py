@@ -683,6 +683,15 @@ def case_wrong_use():
         hvd.callbacks.LearningRateScheduleCallback(0.1, "half")
     weights = variables(2)
     stranger = hvd.DistributedOptimizer(sgd(), groups=[variables(3)])
+    of_others = hvd.DistributedOptimizer(sgd())
+    of_others.build(variables(3))
+    with pytest.raises(ValueError, match="originally built with"):  # layers were frozen, or .h5
+        step(of_others, [np.zeros(2)], weights)
+    for wrong in (keras.layers.Dense(2), "kernel"):
+        with pytest.raises(TypeError, match="takes variables, not"):
+            of_others.register_local_var(wrong)
+        with pytest.raises(TypeError, match="takes variables, not"):
+            Broadcast(0, local_variables=[wrong])
     if hvd.size() > 1:
         with pytest.raises(ValueError, match=r"groups\[0\] holds a variable that is not"):
             step(stranger, [np.zeros(2)], weights)

@@ -692,6 +692,11 @@ OLD_SCRIPTS = {
         "(lambda optimizer: None)(0, experimental_run_tf_function=False)",
         "experimental_run_tf_function.* leave it out",
     ),
+    "an .h5 file": (
+        "raise ValueError('Unknown variable: k. This optimizer can only be called for the variables"
+        " it was originally built with. When')",
+        "save .keras files",
+    ),
     "ImageDataGenerator": ("from types import ImageDataGenerator", "image_dataset_from_directory"),
 }
 
