@@ -145,9 +145,7 @@ def check_variables(variables: Iterable[Any], verb: str) -> list[Any]:
     checked = list(variables)
     for variable in checked:
         if not hasattr(variable, "assign"):
-            raise TypeError(
-                f"{verb} takes variables, not {type(variable).__name__}; use broadcast for tensors"
-            )
+            raise TypeError(f"{verb} takes variables, not {type(variable).__name__}")
     return checked
 
 

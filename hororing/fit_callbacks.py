@@ -53,7 +53,9 @@ class Broadcast:
         super().__init__()
         arguments.check_text("device", device)
         self.root_rank = arguments.check_root(root_rank, type(self).__name__)
-        self._local = {self._key(variable) for variable in local_variables or ()}
+        self._local: set[Any] = set()
+        for variable in () if local_variables is None else local_variables:
+            self.register_local_var(variable)
         self._done = False
         self._before: set[Any] = set()  # what was broadcast before the first batch
         self._sent: Any = None  # the model, optimizer and generation of the latest broadcast
@@ -62,7 +64,7 @@ class Broadcast:
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable out of the broadcast."""
-        self._local.add(self._key(var))
+        self._local.add(self._key(*arguments.check_variables([var], type(self).__name__)))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcast, if the model is built and new, or an elastic job was formed again."""
@@ -113,9 +115,9 @@ class Broadcast:
         variables = [variable for key, variable in unique.items() if key not in left_out]
         if variables:
             self._send(variables)
+            renew_constants(self.model)
         self._before = set(unique)
         self._sent = (self.model, self._optimizer, membership.generation())
-            renew_constants(self.model)
 
     # What differs between Keras 2 and 3.
 

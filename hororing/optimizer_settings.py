@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hororing.arguments import Adasum, check_text
+from hororing.arguments import Adasum, check_flag, check_text
 from hororing.compression import NoneCompressor
 from hororing.names import OPTIMIZER, default_name
 from hororing.reduction import Reduction, checked_passes, checked_reduction
@@ -44,6 +44,7 @@ def checked_settings(
     if name is not None:
         check_text("name", name)
     checked_passes(backward_passes_per_step)
+    check_flag(WHAT, "average_aggregated_gradients", average_aggregated_gradients)
     common = checked_reduction(WHAT, **reduction)
     if not isinstance(common.groups, int) and not all(common.groups):
         raise ValueError(f"{WHAT}: groups must be a number, or non-empty lists of variables")

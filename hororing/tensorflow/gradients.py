@@ -40,7 +40,9 @@ def checked_options(what: str, **arguments: Any) -> Reduction:
     options = checked_reduction(what, **arguments)
     if isinstance(options.groups, int):
         return options
-    keys = tuple(tuple(variable_key(variable) for variable in group) for group in options.groups)
+    keys = tuple(
+        tuple(checked_key(each, f"{what}: groups") for each in group) for group in options.groups
+    )
     repeated = Counter(key for group in keys for key in group)
     if any(count > 1 for count in repeated.values()):
         raise ValueError(f"{what}: a variable is in groups more than once")
@@ -55,6 +57,14 @@ def variable_key(variable: Any) -> Any:
     inner = getattr(variable, "value", None)
     inner = variable if inner is None or callable(inner) else inner
     return inner.ref() if hasattr(inner, "ref") else id(inner)
+
+
+def checked_key(variable: Any, what: str) -> Any:
+    """Return the `variable_key` of a user's argument. TypeError unless it is TensorFlow's."""
+    key = variable_key(variable)
+    if isinstance(key, int):
+        raise TypeError(f"{what} takes variables, not {type(variable).__name__}")
+    return key
 
 
 def variable_name(variable: Any) -> str:

@@ -17,6 +17,7 @@ from hororing.optimizer_settings import WithoutWeight
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.reduction import Reduction
 from hororing.tensorflow.gradients import (
+    checked_key,
     checked_options,
     reduce_gradients,
     step_prefix,
@@ -45,7 +46,7 @@ class _DistributedV1(WithoutWeight, tf.compat.v1.train.Optimizer):  # type: igno
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of `var` on this rank."""
-        self._local.add(variable_key(var))
+        self._local.add(checked_key(var, "register_local_var"))
 
 
 def DistributedOptimizer(

@@ -12,6 +12,7 @@ from hororing.compression import Compressor, NoneCompressor
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.reduction import Reduction
 from hororing.tensorflow.gradients import (
+    checked_key,
     checked_options,
     reduce_gradients,
     step_prefix,
@@ -77,7 +78,7 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
 
     def register_local_source(self, source: Any) -> None:
         """Leave the gradient of `source`, a variable, on this rank."""
-        self._local.add(variable_key(source))
+        self._local.add(checked_key(source, "register_local_source"))
 
     def get_local_and_global_gradients(
         self, gradients: Sequence[Any], sources: Sequence[Any]

@@ -657,6 +657,7 @@ def case_wrong_use():
         (ValueError, "at least 1", {"groups": 0}),
         (ValueError, "groups=True must be a number", {"groups": True}),
         (TypeError, "sparse_as_dense must be True or False", {"sparse_as_dense": "no"}),
+        (TypeError, "gradients must be True or False", {"average_aggregated_gradients": "no"}),
         (ValueError, "non-empty lists of variables", {"groups": [[]]}),
         (TypeError, "device_dense must be a str", {"device_dense": 0}),
         (TypeError, "name must be a str", {"name": 5}),
@@ -682,7 +683,6 @@ def case_wrong_use():
     with pytest.raises(TypeError, match="multiplier must be"):
         hvd.callbacks.LearningRateScheduleCallback(0.1, "half")
     weights = variables(2)
-    stranger = hvd.DistributedOptimizer(sgd(), groups=[variables(3)])
     of_others = hvd.DistributedOptimizer(sgd())
     of_others.build(variables(3))
     with pytest.raises(ValueError, match="originally built with"):  # layers were frozen, or .h5
@@ -692,6 +692,7 @@ def case_wrong_use():
             of_others.register_local_var(wrong)
         with pytest.raises(TypeError, match="takes variables, not"):
             Broadcast(0, local_variables=[wrong])
+    stranger = hvd.DistributedOptimizer(sgd(), groups=[variables(3)])
     if hvd.size() > 1:
         with pytest.raises(ValueError, match=r"groups\[0\] holds a variable that is not"):
             step(stranger, [np.zeros(2)], weights)

@@ -323,6 +323,7 @@ def case_wrong_arguments_are_told() -> None:
         (TypeError, {"gradient_predivide_factor": None}, "must be a number"),
         (ValueError, {"groups": 0}, "at least 1"),
         (ValueError, {"groups": [variable]}, "list of lists"),
+        (TypeError, {"groups": [["kernel"]]}, "groups takes variables, not str"),
         (ValueError, {"groups": [[variable], [variable]]}, "more than once"),
         (errors.UnsupportedOpError, {"op": 99}, "no reduce operation 99"),
         (TypeError, {"compression": 3}, "not a compressor"),

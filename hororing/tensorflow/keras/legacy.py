@@ -18,7 +18,7 @@ import tensorflow as tf
 from hororing.arguments import Adasum
 from hororing.compression import Compressor, NoneCompressor
 from hororing.optimizer_settings import WHAT, Settings, WithoutWeight, checked_settings
-from hororing.tensorflow.gradients import reduce_gradients, unique_names, variable_key
+from hororing.tensorflow.gradients import checked_key, reduce_gradients, unique_names, variable_key
 from hororing.tensorflow.tape import weights_of
 
 Pairs = Iterable[tuple[Any, Any]]  # gradients and variables
@@ -33,7 +33,7 @@ class Distributed(WithoutWeight):
 
     def register_local_var(self, var: Any) -> None:
         """Exclude the gradient of a variable from the reduction: each rank has its own."""
-        self._state.local.add(variable_key(var))
+        self._state.local.add(checked_key(var, "register_local_var"))
 
     def aggregate_gradients(self, grads_and_vars: Pairs) -> Any:
         """Reduce gradients over the ranks. Called by `apply_gradients`."""
@@ -148,7 +148,10 @@ def wrapped(optimizer: Any, settings: Settings, local_layers: Sequence[Any] = ()
             "DistributedGradientTape, or Keras 3"
         )
     if not isinstance(settings.groups, int):
-        groups = tuple(tuple(map(variable_key, group)) for group in settings.groups)
+        what = f"{WHAT}: groups"
+        groups = tuple(
+            tuple(checked_key(each, what) for each in group) for group in settings.groups
+        )
         settings = dataclasses.replace(settings, groups=groups)
     base = type(inner)
     namespace = {
