@@ -334,7 +334,7 @@ class Gradient(PersistentAllreduce):
         """Create a zero gradient if this rank has none, and memory for an expanded one."""
         if param.grad is None:
             sparse = self.sparse_dims > 0 and not self.reducer.options.sparse_as_dense
-            param.grad = self._sparse_zero(param) if sparse else torch.zeros_like(param)
+            param.grad = self._sparse_zero(param) if sparse else zero_gradient(param)
         elif param.grad.layout is torch.strided and 0 in param.grad.stride():
             param.grad = param.grad.clone()
 
@@ -397,6 +397,11 @@ class Gradient(PersistentAllreduce):
         if self.group is not None:
             self.group.abandon()
         self.reset()
+
+
+def zero_gradient(param: torch.Tensor) -> torch.Tensor:
+    """Return zeros of the type of the parameter's gradients, which torch lets scripts set."""
+    return torch.zeros_like(param, dtype=getattr(param, "grad_dtype", None))
 
 
 def _is_captured() -> bool:

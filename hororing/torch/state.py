@@ -13,6 +13,7 @@ import torch
 from hororing import arguments, collectives
 from hororing.objects import allgather_object, broadcast_object
 from hororing.runtime import rank
+from hororing.torch.gradient import zero_gradient
 from hororing.torch.gradient_optimizer import Distributed
 from hororing.torch.verbs import verbs
 
@@ -208,7 +209,7 @@ def _make_zero_gradients(
     sparse = {id(each.weight) for each in modules if getattr(each, "sparse", False)}
     for param in parameters:
         if param.requires_grad and param.grad is None and id(param) not in sparse:
-            param.grad = torch.zeros_like(param)
+            param.grad = zero_gradient(param)
 
 
 def _describe(

@@ -99,6 +99,18 @@ def case_an_expanded_gradient_gets_memory_of_its_own():
         assert torch.equal(param, torch.full((3, 4), -1.0))
 
 
+def case_a_rank_without_a_gradient_sends_zeros_of_the_declared_type():
+    param = nn.Parameter(torch.zeros(3))
+    if not hasattr(param, "grad_dtype"):
+        return
+    param.grad_dtype = torch.bfloat16
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
+    if hvd.rank() == 0:
+        (param * hvd.size()).sum().backward()
+    optimizer.synchronize()
+    assert torch.equal(param.grad, torch.ones(3, dtype=torch.bfloat16))
+
+
 def case_hooks_of_the_script_come_before_the_reduction():
     layer = nn.Linear(300, 300, bias=False)  # so large that its own hook would send it
     optimizer = distributed(layer)
