@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 
@@ -125,3 +126,16 @@ def check_compression(compression: object) -> None:
             f"compression={compression!r} is not a compressor; use one of Compression, such as "
             "hvd.Compression.fp16, or a class derived from Compressor"
         )
+
+
+def compressed(
+    compression: Any, tensors: Iterable[Any], reduce: Callable[[list[Any]], Iterable[Any]]
+) -> list[Any]:
+    """Return what `reduce` makes of the compressed tensors, each in its original form."""
+    check_compression(compression)
+    packed = [compression.compress(tensor) for tensor in tensors]
+    results = reduce([tensor for tensor, _ in packed])
+    return [
+        compression.decompress(result, context)
+        for result, (_, context) in zip(results, packed, strict=True)
+    ]

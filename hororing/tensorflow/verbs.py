@@ -7,7 +7,7 @@ hold no scopes).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hororing import arguments, control, membership
 from hororing.arguments import Adasum, Average, Sum
-from hororing.compression import Compressor, NoneCompressor, check_compression
+from hororing.compression import Compressor, NoneCompressor, check_compression, compressed
 from hororing.process_sets import ProcessSet, check_member, global_process_set, rank_and_size
 from hororing.tensorflow import autograd
 from hororing.tensorflow.names import request_name
@@ -36,20 +36,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _without_autograph(function: F) -> F:
     """Exclude a function without Python conditionals on tensors from AutoGraph."""
     return tf.autograph.experimental.do_not_convert(function)  # type: ignore[no-any-return]
-
-
-def _compressed(
-    compression: type[Compressor],
-    tensors: Sequence[tf.Tensor],
-    call: Callable[[Sequence[tf.Tensor]], tuple[tf.Tensor, ...]],
-) -> list[tf.Tensor]:
-    check_compression(compression)
-    packed = [compression.compress(tensor) for tensor in tensors]
-    results = call([tensor for tensor, _ in packed])
-    return [
-        compression.decompress(result, context)
-        for result, (_, context) in zip(results, packed, strict=True)
-    ]
 
 
 @_without_autograph
@@ -178,7 +164,7 @@ def _grouped_allreduce(
     call = autograd.Call(
         request_name(verb, name, process_set), process_set, op, factors, weight=weight
     )
-    return _compressed(compression, checked, partial(autograd.allreduce, call))
+    return compressed(compression, checked, partial(autograd.allreduce, call))
 
 
 @_without_autograph
@@ -395,7 +381,7 @@ def _scattered(
             f"{verb}: a tensor without dimensions has no rows to scatter; use allreduce"
         )
     call = autograd.Call(request_name(verb, name, process_set), process_set, op, factors)
-    return _compressed(compression, checked, partial(autograd.reducescatter, call))
+    return compressed(compression, checked, partial(autograd.reducescatter, call))
 
 
 @_without_autograph

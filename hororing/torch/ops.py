@@ -10,7 +10,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,7 +17,7 @@ from torch.autograd import forward_ad
 
 from hororing import arguments
 from hororing import verbs as neutral
-from hororing.compression import Compressor, check_compression
+from hororing.compression import compressed
 from hororing.names import default_name, uncount
 from hororing.process_sets import ProcessSet, check_member, global_process_set, rank_and_size
 from hororing.torch import autograd
@@ -90,18 +89,6 @@ def _request(
         raise
 
 
-def _compressed(
-    compression: type[Compressor], tensors: Iterable[torch.Tensor], call: Callable[..., Any]
-) -> list[torch.Tensor]:
-    check_compression(compression)
-    packed = [compression.compress(tensor) for tensor in tensors]
-    results = call(*(tensor for tensor, _ in packed))
-    return [
-        compression.decompress(result, context)
-        for result, (_, context) in zip(results, packed, strict=True)
-    ]
-
-
 def _differentiable(verb: F, record: Callable[..., Any]) -> F:
     """Return `verb`, of `verbs`, so that autograd records calls with tensors that need gradients.
 
@@ -138,7 +125,7 @@ def _differentiable(verb: F, record: Callable[..., Any]) -> F:
 
 def _reduced(function: Callable[..., Any]) -> Callable[..., Any]:
     def record(request: Request, given: dict[str, Any], *tensors: torch.Tensor) -> Any:
-        return _compressed(given["compression"], tensors, partial(function, request))
+        return compressed(given["compression"], tensors, lambda packed: function(request, *packed))
 
     return record
 

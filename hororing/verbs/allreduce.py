@@ -7,7 +7,7 @@ from typing import Any
 
 from hororing import arguments, collectives
 from hororing.adapter import T
-from hororing.compression import Compressor, NoneCompressor, check_compression
+from hororing.compression import Compressor, NoneCompressor, check_compression, compressed
 from hororing.failures import fail
 from hororing.names import DefaultName, default_name, uncount
 from hororing.process_sets import ProcessSet, check_member, global_process_set
@@ -238,19 +238,16 @@ class Allreduce(Requests[T]):
 
         >>> loss, scores = hvd.grouped_allreduce([loss, scores], name="metrics")
         """
-        check_compression(compression)
-        packed = [compression.compress(tensor) for tensor in tensors]
         chosen = arguments.choose_op(op, average)
-        handle = self.reduce_async(
-            "grouped_allreduce", [tensor for tensor, _ in packed], False, name, chosen,
-            prescale_factor, postscale_factor, process_set=process_set, blocking=True,
-            weight=weight,
-        )  # fmt: skip
-        results = collectives.wait(handle)
-        return [
-            compression.decompress(result, context)
-            for result, (_, context) in zip(results, packed, strict=True)
-        ]
+
+        def reduce(packed: list[T]) -> Any:
+            handle = self.reduce_async(
+                "grouped_allreduce", packed, False, name, chosen, prescale_factor,
+                postscale_factor, process_set=process_set, blocking=True, weight=weight,
+            )  # fmt: skip
+            return collectives.wait(handle)
+
+        return compressed(compression, tensors, reduce)
 
     def grouped_allreduce_(
         self,

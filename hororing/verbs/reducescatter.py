@@ -7,7 +7,7 @@ from typing import Any
 
 from hororing import arguments, collectives
 from hororing.adapter import T
-from hororing.compression import Compressor, NoneCompressor, check_compression
+from hororing.compression import Compressor, NoneCompressor, compressed
 from hororing.names import default_name
 from hororing.process_sets import ProcessSet, check_member, global_process_set, rank_and_size
 from hororing.verbs.requests import Requests, first
@@ -33,14 +33,10 @@ class Reducescatter(Requests[T]):
 
         >>> part = hvd.reducescatter(scores, name="scores", op=hvd.Sum)
         """
-        check_compression(compression)
-        compressed, context = compression.compress(tensor)
-        handle = self.scatter_async(
-            "reducescatter", [compressed], name, op, process_set,
-            prescale_factor, postscale_factor, first, blocking=True,
-        )  # fmt: skip
-        result: T = compression.decompress(collectives.wait(handle), context)
-        return result
+        return self._scatter(
+            "reducescatter", [tensor], compression, name, op, process_set,
+            prescale_factor, postscale_factor,
+        )[0]  # fmt: skip
 
     def reducescatter_async(
         self,
@@ -75,17 +71,10 @@ class Reducescatter(Requests[T]):
 
         >>> parts = hvd.grouped_reducescatter([scores, weights], name="parts", op=hvd.Sum)
         """
-        check_compression(compression)
-        packed = [compression.compress(tensor) for tensor in tensors]
-        handle = self.scatter_async(
-            "grouped_reducescatter", [tensor for tensor, _ in packed], name, op, process_set,
-            prescale_factor, postscale_factor, blocking=True,
+        return self._scatter(
+            "grouped_reducescatter", tensors, compression, name, op, process_set,
+            prescale_factor, postscale_factor,
         )  # fmt: skip
-        results = collectives.wait(handle)
-        return [
-            compression.decompress(result, context)
-            for result, (_, context) in zip(results, packed, strict=True)
-        ]
 
     def grouped_reducescatter_async(
         self,
@@ -105,6 +94,16 @@ class Reducescatter(Requests[T]):
             "grouped_reducescatter", tensors, name, op, process_set,
             prescale_factor, postscale_factor,
         )  # fmt: skip
+
+    def _scatter(
+        self, verb: str, tensors: Iterable[T], compression: type[Compressor], *options: Any
+    ) -> list[T]:
+        """Carry out a blocking verb. The options are those of `scatter_async`."""
+
+        def reduce(packed: list[T]) -> Any:
+            return collectives.wait(self.scatter_async(verb, packed, *options, blocking=True))
+
+        return compressed(compression, tensors, reduce)
 
     def scatter_async(
         self,

@@ -25,7 +25,6 @@ def reduce_all(
     results = list(tensors)
     weight = None if settings.weight is None else float(settings.weight)
     handles: list[int] = []
-    failures: list[Exception] = []
     try:
         for part in parts:
             name = names[part[0]] if len(part) == 1 else f"{names[part[0]]}+{len(part) - 1}"
@@ -38,12 +37,7 @@ def reduce_all(
         for handle in handles:
             collectives.abandon(handle, None)
         raise
-    for part, handle in zip(parts, handles, strict=True):
-        try:
-            for at, result in zip(part, verbs.synchronize(handle), strict=True):
-                results[at] = result
-        except Exception as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
+    for part, reduced in zip(parts, collectives.wait_all(handles), strict=True):
+        for at, result in zip(part, reduced, strict=True):
+            results[at] = result
     return results

@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 import hororing.numpy as hvd
+from hororing.compression import compressed
 from hororing.keras.backends.dense import reduce_all
 from hororing.optimizer_settings import Settings
 
@@ -28,17 +29,15 @@ def reduce(
     settings: Settings,
 ) -> list[Any]:
     """See `Backend`."""
-    packed = [settings.compression.compress(gradient) for gradient in gradients]
 
     def on_host(*arrays: Array) -> list[Array]:
         return reduce_all(hvd, arrays, names, groups, settings)
 
-    tensors = [tensor for tensor, _ in packed]
-    reduced = _call(on_host, [_like(tensor) for tensor in tensors], tensors)
-    return [
-        settings.compression.decompress(tensor, context)
-        for tensor, (_, context) in zip(reduced, packed, strict=True)
-    ]
+    return compressed(
+        settings.compression,
+        gradients,
+        lambda packed: _call(on_host, [_like(tensor) for tensor in packed], packed),
+    )
 
 
 class HostAccumulator:

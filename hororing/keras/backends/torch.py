@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 import hororing.torch as hvd
+from hororing.compression import compressed
 from hororing.elastic.steps import Steps
 from hororing.keras.backends.accumulator import VariableAccumulator
 from hororing.keras.backends.dense import reduce_all
@@ -27,12 +28,11 @@ def reduce(
     settings: Settings,
 ) -> list[Any]:
     """See `Backend`. Out of place: the given gradients are the caller's."""
-    packed = [settings.compression.compress(_dense(gradient)) for gradient in gradients]
-    reduced = reduce_all(hvd, [tensor for tensor, _ in packed], names, groups, settings)
-    return [
-        settings.compression.decompress(tensor, context)
-        for tensor, (_, context) in zip(reduced, packed, strict=True)
-    ]
+    return compressed(
+        settings.compression,
+        map(_dense, gradients),
+        lambda packed: reduce_all(hvd, packed, names, groups, settings),
+    )
 
 
 def accumulator(
