@@ -355,9 +355,39 @@ class LearningRateWarmup(LearningRateSchedule):
 
 
 class BestModel:
-    """Makes a ModelCheckpoint, the class after this one, save on rank 0 only."""
+    """Makes a ModelCheckpoint, the class after this one, save the best model, on rank 0 only.
+
+    Put MetricAverageCallback before it, so that the average of all ranks decides.
+
+    Parameters
+    ----------
+    monitor, verbose, mode, save_freq, save_weights_only : as for keras.callbacks.ModelCheckpoint.
+    filepath : the path; may be set later, before training, through the attribute of this name.
+    """
 
     filepath: Any
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        save_weights_only: bool = False,
+        filepath: str | os.PathLike[str] | None = None,
+    ) -> None:
+        unknown = "later.weights.h5" if save_weights_only else "later.keras"
+        super().__init__(
+            unknown if filepath is None else filepath,  # type: ignore[call-arg]
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        if filepath is None:
+            self.filepath = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Raise ValueError if there is no path."""

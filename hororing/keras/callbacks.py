@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,42 +95,11 @@ class LearningRateWarmupCallback(fit_callbacks.LearningRateWarmup, LearningRateS
 
 
 class BestModelCheckpoint(fit_callbacks.BestModel, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """Saves the best model so far, on rank 0 only.
+    """Saves the best model so far, on rank 0 only: hororing.fit_callbacks.BestModel.
 
-    Put MetricAverageCallback before it, so that the average of all ranks decides.
-
-    Parameters
-    ----------
-    monitor, verbose, mode, save_freq, save_weights_only : as for keras.callbacks.ModelCheckpoint.
-    filepath : the path; may be set later, before training, through the attribute of this name.
-
-    Examples
-    --------
     >>> best = hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath="best.keras")
     >>> model.fit(x, y, callbacks=[hvd.callbacks.MetricAverageCallback(), best])
     """
-
-    def __init__(
-        self,
-        monitor: str = "val_loss",
-        verbose: int = 0,
-        mode: str = "auto",
-        save_freq: str | int = "epoch",
-        save_weights_only: bool = False,
-        filepath: str | os.PathLike[str] | None = None,
-    ) -> None:
-        unknown = "later.weights.h5" if save_weights_only else "later.keras"
-        super().__init__(
-            unknown if filepath is None else filepath,
-            monitor=monitor,
-            verbose=verbose,
-            save_best_only=True,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            save_freq=save_freq,
-        )
-        if filepath is None:
-            self.filepath = None
 
 
 __all__ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,28 +84,7 @@ def _velocities(model: Any) -> list[Any]:
 
 
 class BestModelCheckpoint(fit_callbacks.BestModel, tf.keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """Saves the best model so far, on rank 0 only. As the one for Keras 3."""
-
-    def __init__(
-        self,
-        monitor: str = "val_loss",
-        verbose: int = 0,
-        save_weights_only: bool = False,
-        mode: str = "auto",
-        save_freq: str | int = "epoch",
-        filepath: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__(
-            "later" if filepath is None else filepath,
-            monitor=monitor,
-            verbose=verbose,
-            save_best_only=True,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            save_freq=save_freq,
-        )
-        if filepath is None:
-            self.filepath = None
+    """Saves the best model so far, on rank 0 only: hororing.fit_callbacks.BestModel."""
 
 
 class CommitStateCallback(fit.CommitState, tf.keras.callbacks.Callback):  # type: ignore[misc]
