@@ -34,29 +34,15 @@ def register(group_size: int, process_set: ProcessSet, title: str) -> ProcessSet
     return mine
 
 
-class GroupedLayer:
-    """The common part of Keras layers that share statistics, for every backend.
-
-    A mixin, placed before the class of the layer; has the ranks that share the statistics.
-    """
+class Grouped:
+    """Has the ranks that share a layer's statistics. A mixin, placed before the layer's class."""
 
     process_set: ProcessSet
     group_size: int | None
-    path: str
-    name: str
 
-    @staticmethod
-    def check_arguments(process_set: object, options: dict[str, Any]) -> None:
-        """Check the arguments before the layer exists."""
-        if options.get("synchronized"):
-            raise ValueError(
-                "SyncBatchNormalization: synchronized=True is for tf.distribute; leave it out"
-            )
-        if not isinstance(process_set, ProcessSet):
-            raise TypeError(
-                "SyncBatchNormalization: process_set must be a ProcessSet, not "
-                f"{type(process_set).__name__}; add_process_set returns one"
-            )
+    def _title(self) -> str:
+        """Return the layer's name, for messages."""
+        raise NotImplementedError
 
     def share(self, process_set: ProcessSet, group_size: int | None) -> None:
         """Set who shares statistics. Called at the end of `__init__`."""
@@ -65,6 +51,52 @@ class GroupedLayer:
         self.group_size = group_size
         if group_size is not None:
             self._register_groups(group_size)
+
+    def _sharing(self) -> ProcessSet | None:
+        """Return the ranks that share statistics with this one; None if there are none."""
+        job.topology()
+        if self.process_set.process_set_id is None:  # it may have been registered by its ranks
+            self.process_set = process_sets.find(self.process_set.ranks) or self.process_set
+        process_sets.check_member(self.process_set, self._title())
+        if self.group_size is None:
+            return self.process_set
+        group = self._group
+        if group is None or group.process_set_id is None or len(group.ranks) != self.group_size:
+            self._register_groups(self.group_size)  # there are none of this job and init()
+        return self._group
+
+    def _register_groups(self, group_size: int) -> None:
+        self._group = register(group_size, self.process_set, self._title())
+
+
+def check_process_set(process_set: object, title: str) -> None:
+    """Raise TypeError unless it is one. `title` names the layer."""
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            f"{title}: process_set must be a ProcessSet, not "
+            f"{type(process_set).__name__}; add_process_set returns one"
+        )
+
+
+class GroupedLayer(Grouped):
+    """The common part of Keras layers that share statistics, for every backend."""
+
+    path: str
+    name: str
+
+    @staticmethod
+    def check_arguments(keras: Any, process_set: object, options: dict[str, Any]) -> None:
+        """Check the module keras, which must ask layers for moments, and a layer's arguments."""
+        if not hasattr(keras.layers.BatchNormalization, "_moments"):
+            raise NotImplementedError(
+                f"SyncBatchNormalization does not know the BatchNormalization of Keras "
+                f"{keras.__version__}, which would use each rank's own statistics; use Keras 3.15"
+            )
+        if options.get("synchronized"):
+            raise ValueError(
+                "SyncBatchNormalization: synchronized=True is for tf.distribute; leave it out"
+            )
+        check_process_set(process_set, "SyncBatchNormalization")
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration of an equal layer."""
@@ -86,21 +118,11 @@ class GroupedLayer:
         layer.group_size = group_size
         return layer
 
-    def _sharing(self) -> ProcessSet | None:
-        """Return the ranks that share statistics with this one; None if there are none."""
-        job.topology()
-        if self.process_set.process_set_id is None:  # it may have been registered by its ranks
-            self.process_set = process_sets.find(self.process_set.ranks) or self.process_set
-        process_sets.check_member(self.process_set, self._title())
-        if self.group_size is None:
-            return self.process_set
-        group = self._group
-        if group is None or group.process_set_id is None or len(group.ranks) != self.group_size:
-            self._register_groups(self.group_size)  # there are none of this job and init()
-        return self._group
-
     def _title(self) -> str:
         return f"SyncBatchNormalization '{self.path or self.name}'"
 
-    def _register_groups(self, group_size: int) -> None:
-        self._group = register(group_size, self.process_set, self._title())
+    def _empty(self) -> str:
+        return (
+            f"{self._title()}: the batches of all ranks are empty; training needs values. Pass "
+            "larger batches, or call the layer with training=False"
+        )

@@ -81,7 +81,7 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
                 f"SyncBatchNormalization: fused={fused!r} is not supported: a fused kernel "
                 "computes the moments of one rank; leave it out"
             )
-        self.check_arguments(process_set, kwargs)
+        self.check_arguments(keras, process_set, kwargs)
         super().__init__(**kwargs)
         self.supports_jit = False  # XLA cannot compile communication
         self.share(process_set, group_size)
@@ -146,10 +146,7 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
         return result
 
     def _checked(self, count: tf.Tensor) -> tf.Tensor:
-        problem = (
-            f"{self._title()}: the batches of all ranks are empty; training needs values. Pass "
-            "larger batches, or call the layer with training=False"
-        )
+        problem = self._empty()
         if not tf.executing_eagerly():
             with tf.control_dependencies([tf.debugging.Assert(count[0] > 0, [problem])]):
                 return tf.identity(count)
@@ -176,11 +173,6 @@ def _check_keras() -> None:
             f"SyncBatchNormalization is for the TensorFlow backend of Keras, and this is "
             f"{backend}; set KERAS_BACKEND=tensorflow before importing keras, or use "
             "keras.layers.BatchNormalization, with statistics of each rank's own batches"
-        )
-    if not hasattr(keras.layers.BatchNormalization, "_moments"):
-        raise NotImplementedError(
-            f"SyncBatchNormalization does not know the BatchNormalization of Keras "
-            f"{keras.__version__}, which would use each rank's own statistics; use Keras 3.15"
         )
 
 

@@ -21,8 +21,8 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from hororing import batch_norm_groups, job, process_sets
 from hororing.arguments import Sum
+from hororing.batch_norm_groups import Grouped, check_process_set
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.torch import recomputation
 from hororing.torch.batch_statistics import local_statistics, merged
@@ -45,7 +45,7 @@ _layer_numbers = itertools.count(1)
 _locks: dict[str, threading.Lock] = {}
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(Grouped, _BatchNorm):
     """Batch normalisation of inputs (N, C, ...) with the statistics of several ranks' batches.
 
     Does what torch's BatchNorm1d, 2d and 3d would do with the batches of all ranks joined, which
@@ -102,16 +102,8 @@ class SyncBatchNorm(_BatchNorm):
         if not bias:  # not every torch has this argument in the base
             self.register_parameter("bias", None)
         self.name = f"sync_batch_norm.{next(_layer_numbers)}" if name is None else name
-        if not isinstance(process_set, ProcessSet):
-            raise TypeError(
-                f"SyncBatchNorm '{self.name}': process_set must be a ProcessSet, not "
-                f"{type(process_set).__name__}; add_process_set returns one"
-            )
-        self.process_set = process_set
-        self._group: ProcessSet | None = None
-        self.group_size = group_size
-        if group_size is not None:
-            self._register_groups(group_size)
+        check_process_set(process_set, self._title())
+        self.share(process_set, group_size)
 
     @classmethod
     def convert_sync_batchnorm(
@@ -181,38 +173,25 @@ class SyncBatchNorm(_BatchNorm):
             text += f", process_set={self.process_set.ranks}"
         return text if self.group_size is None else f"{text}, group_size={self.group_size}"
 
-    def _sharing(self) -> ProcessSet | None:
-        """Return the ranks that share statistics with this one; None if there are none."""
-        job.topology()
-        process_sets.check_member(self.process_set, f"SyncBatchNorm '{self.name}'")
-        if self.group_size is None:
-            return self.process_set
-        group = self._group
-        if group and (group.process_set_id is None or len(group.ranks) != self.group_size):
-            self._register_groups(self.group_size)  # the old ones are of another job or init()
-        return self._group
-
-    def _register_groups(self, group_size: int) -> None:
-        title = f"SyncBatchNorm '{self.name}'"
-        self._group = batch_norm_groups.register(group_size, self.process_set, title)
+    def _title(self) -> str:
+        return f"SyncBatchNorm '{self.name}'"
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         shape = tuple(input.shape)
         if len(shape) < 2 or shape[1] != self.num_features:
             raise ValueError(
-                f"SyncBatchNorm '{self.name}' takes inputs of shape (N, {self.num_features}, ...), "
-                f"not {shape}"
+                f"{self._title()} takes inputs of shape (N, {self.num_features}, ...), not {shape}"
             )
         if input.dtype not in _SUMS:
             raise TypeError(
-                f"SyncBatchNorm '{self.name}' takes inputs of type {', '.join(map(str, _SUMS))}, "
+                f"{self._title()} takes inputs of type {', '.join(map(str, _SUMS))}, "
                 f"not {input.dtype}"
             )
 
     def _check_count(self, count: int) -> None:
         if count < 2:
             raise ValueError(
-                f"SyncBatchNorm '{self.name}': the batches of all ranks have {count} values "
+                f"{self._title()}: the batches of all ranks have {count} values "
                 "per channel; training needs at least 2. Pass larger batches, or call eval()"
             )
 

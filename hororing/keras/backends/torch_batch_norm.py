@@ -1,11 +1,6 @@
 """Batch normalisation of several ranks for Keras on PyTorch.
 
-Keras' layer does all but the moments in training; these are merged, and sent, as in
-hororing/torch/sync_batch_norm.py: one allgather of count, mean and sum of squared deviations (M2)
-per channel as float64, and Chan's formula. The backward pass adds up over the ranks what comes
-back to mean and variance, in one allreduce; for an element x of any rank's batch then
-
-    dx = dmean / count + dvariance 2 (x - mean) / count
+The moments are merged, sent and differentiated as in hororing/tensorflow/sync_batch_norm.py.
 """
 
 from __future__ import annotations
@@ -42,12 +37,7 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
         group_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if not hasattr(keras.layers.BatchNormalization, "_moments"):
-            raise NotImplementedError(
-                f"SyncBatchNormalization does not know the BatchNormalization of Keras "
-                f"{keras.__version__}, which would use each rank's own statistics; use Keras 3.15"
-            )
-        self.check_arguments(process_set, kwargs)
+        self.check_arguments(keras, process_set, kwargs)
         super().__init__(**kwargs)
         self.share(process_set, group_size)
 
@@ -95,10 +85,7 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
 
     def _check_count(self, count: torch.Tensor) -> None:
         if int(count[0]) == 0:
-            raise ValueError(
-                f"{self._title()}: the batches of all ranks are empty; training needs values. Pass "
-                "larger batches, or call the layer with training=False"
-            )
+            raise ValueError(self._empty())
 
 
 class _WholeBatch(torch.autograd.Function):
