@@ -107,6 +107,15 @@ def case_gradients_add_up_over_several_batches() -> None:
     model.fit(*data(), BATCH, callbacks=callbacks, verbose=0)
 
 
+def case_a_copy_of_an_optimizer_counts_its_own_passes() -> None:
+    for make in optimizers()[::2]:
+        first = hvd.DistributedOptimizer(make(), backward_passes_per_step=2)
+        for optimizer in (first, first.from_config(first.get_config())):
+            variable = tf.Variable(1.0)
+            optimizer.apply_gradients([(tf.constant(1.0), variable)])
+            assert float(variable) == 1.0
+
+
 def case_passes_begin_again_where_an_elastic_state_is_sent() -> None:
     for make in (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD):
         for wrap in (lambda each: each, tf.keras.mixed_precision.LossScaleOptimizer):

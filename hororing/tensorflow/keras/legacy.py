@@ -27,9 +27,12 @@ Pairs = Iterable[tuple[Any, Any]]  # gradients and variables
 class Distributed(WithoutWeight):
     """The mixin of distributed optimizers, placed before an optimizer's class of tf_keras."""
 
-    # Attributes of the class, which serves one optimizer and its copies.
-    _settings: Settings
-    _state: _State
+    _settings: Settings  # of the class, which serves one optimizer and its copies
+
+    @property
+    def _state(self) -> _State:
+        state: _State = self.__dict__.setdefault("_hororing_state", _State())
+        return state
 
     def register_local_var(self, var: Any) -> None:
         """Exclude the gradient of a variable from the reduction: each rank has its own."""
@@ -98,10 +101,10 @@ class Distributed(WithoutWeight):
 class _State:
     """The state of a distributed optimizer that Keras neither saves nor tracks."""
 
-    def __init__(self, local_layers: Sequence[Any]) -> None:
+    def __init__(self) -> None:
         self.was_called = False  # whether gradients have passed through
         self.local: set[Any] = set()  # keys of variables
-        self.local_layers = local_layers  # may be built later
+        self.local_layers: Sequence[Any] = ()  # may be built later
         self.count: Any = None
         self._sums: dict[Any, Any] = {}
 
@@ -158,13 +161,13 @@ def wrapped(optimizer: Any, settings: Settings, local_layers: Sequence[Any] = ()
         "__module__": base.__module__,
         "__doc__": base.__doc__,
         "_settings": settings,
-        "_state": _State(local_layers),
         # Keras writes this class into files, which then load without us; `isinstance` and
         # `type` see the real one.
         "__class__": property(lambda self: base),
     }
     make: Any = type(base)
     object.__setattr__(inner, "__class__", make(base.__name__, (Distributed, base), namespace))
+    inner._state.local_layers = local_layers
     return optimizer
 
 
