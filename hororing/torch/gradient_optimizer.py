@@ -278,13 +278,13 @@ class Distributed(torch.optim.Optimizer):
         members = self._settings.options.process_set
         return verbs.allreduce(value, name=name, op=op, process_set=members, weight=weight)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients. AssertionError while some are being reduced: `backward()` failed."""
         self._check_nothing_in_flight("zero_grad()")
         self._start_over()
         if self._reducer is not None and self.weight is not None:
             self._reducer.follow()  # as in Weighing.set
-        super().zero_grad(set_to_none)
+        super().zero_grad(*args, **kwargs)  # a class of the script's may take no argument
 
     def _check_nothing_in_flight(self, what: str) -> None:
         in_flight = self._reducer.in_flight if self._reducer is not None else []

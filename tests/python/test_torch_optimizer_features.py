@@ -357,6 +357,24 @@ def case_it_is_still_an_instance_of_its_class():
     assert not isinstance(sgd(network().parameters()), type(optimizer))
 
 
+def case_a_class_of_the_script_may_have_methods_without_arguments():
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        def zero_grad(self):
+            for param in self.param_groups[0]["params"]:
+                param.grad = None
+
+        def step(self):
+            for param in self.param_groups[0]["params"]:
+                param.data.sub_(param.grad, alpha=0.1)
+
+    twins = Twins(Plain)
+    twins.train(2)
+    twins.check()
+
+
 def case_schedulers_work_and_do_not_warn():
     kinds = torch.optim.lr_scheduler
     makes = (

@@ -165,9 +165,9 @@ class Hierarchical(Averaging):
         assert level is not None
         return self._start(level, [self._master(param) for param in params], True, part)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients; AssertionError while some are in flight."""
-        super().zero_grad(set_to_none)
+        super().zero_grad(*args, **kwargs)
         if self._early is not None:
             self._early.forget()
 
