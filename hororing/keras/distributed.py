@@ -42,6 +42,7 @@ class _State:
         self.local_variables: list[Any] = []
         self.local_layers: Sequence[Any] = ()
         self.accumulator: Accumulator | None = None
+        self.places: list[int] = []  # of the variables whose gradients it adds up
         self.stepper: Stepper | None = None
         self.weight: Any = None  # a function or a variable; None: all ranks count the same
 
@@ -274,6 +275,12 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         if accumulator is None:
             return update(grads, weight)
         places = [self._get_variable_index(variable) for variable in variables]
+        if self._hororing.places not in ([], places):
+            raise ValueError(
+                f"{self._settings.name}: with backward_passes_per_step every call must have the "
+                "same variables; make an optimizer for each part that is updated in turns"
+            )
+        self._hororing.places = places
         due, take = accumulator.add(grads, places, weight)
         return backend().choose(due, lambda: update(*take()), otherwise)
 

@@ -58,7 +58,8 @@ def DistributedOptimizer(
         Variables in no list are reduced one by one.
     backward_passes_per_step : number of batches for one update: gradients are added up, then
         reduced. `iterations`, and therefore schedules, count updates. Keras' own
-        ``gradient_accumulation_steps`` works, too, but reduces every batch's gradients.
+        ``gradient_accumulation_steps`` works, too, but reduces every batch's gradients. Every
+        call of ``apply`` has the same variables, otherwise it is a ValueError.
     average_aggregated_gradients : divide the sum by the number of batches.
     process_set : the ranks that reduce with each other. Ranks outside it train alone.
     scale_local_gradients : divide gradients of local variables (`register_local_var` of the

@@ -687,6 +687,11 @@ def case_wrong_use():
     of_others.build(variables(3))
     with pytest.raises(ValueError, match="originally built with"):  # layers were frozen, or .h5
         step(of_others, [np.zeros(2)], weights)
+    in_turns = hvd.DistributedOptimizer(sgd(), backward_passes_per_step=2)
+    in_turns.build([*weights, *variables(3)])
+    step(in_turns, [np.zeros(2)], weights)
+    with pytest.raises(ValueError, match="every call must have the same variables"):
+        step(in_turns, [np.zeros(3)], in_turns._trainable_variables[1:])
     for wrong in (keras.layers.Dense(2), "kernel"):
         with pytest.raises(TypeError, match="takes variables, not"):
             of_others.register_local_var(wrong)
