@@ -108,9 +108,12 @@ class Broadcast:
 
     def _broadcast(self) -> None:
         """Broadcast, before the first batch; after it, what has come."""
-        # A variable may be in both.
-        both = (*self.model.weights, *self._states(self._optimizer))
-        unique = {self._key(variable): variable for variable in both}
+        unique = {self._key(variable): variable for variable in self.model.weights}
+        if not unique.keys() <= self._before:
+            # A state that the first batch made of equal weights is equal, or each rank's own, as
+            # with Adasum. A variable may be in both.
+            states = self._states(self._optimizer)
+            unique |= {self._key(variable): variable for variable in states}
         left_out = self._local | self._before
         variables = [variable for key, variable in unique.items() if key not in left_out]
         if variables:
