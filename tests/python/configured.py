@@ -24,7 +24,7 @@ def engine(**knobs: object) -> Iterator[None]:
             del os.environ[f"HORORING_{name}"]
 
 
-def made_at_once(step: Callable[[], object], times: int = 2000) -> bool:
+def made_at_once(step: Callable[[], object], times: int = 10_000) -> bool:
     """Call `step` until it sums without negotiation, up to `times` times; return whether it did.
 
     This needs ranks that call it at the same time. All ranks agree on whether they did, so they
