@@ -138,14 +138,22 @@ def check_root(root_rank: int, verb: str) -> int:
         ) from None
 
 
-def check_variables(variables: Iterable[Any], verb: str) -> list[Any]:
-    """Return the variables, of any framework, as a list. TypeError for other objects."""
+OF_A_LAYER = "those of a layer are in layer.weights"
+
+
+def check_variables(
+    variables: Iterable[Any], verb: str, instead: str = "use broadcast for tensors"
+) -> list[Any]:
+    """Return the variables, of any framework, as a list. TypeError for other objects.
+
+    `instead`: the advice at the end of its text.
+    """
     if hasattr(variables, "assign"):
         raise TypeError(f"{verb} takes a list of variables; pass [variable]")
     checked = list(variables)
     for variable in checked:
         if not hasattr(variable, "assign"):
-            raise TypeError(f"{verb} takes variables, not {type(variable).__name__}")
+            raise TypeError(f"{verb} takes variables, not {type(variable).__name__}; {instead}")
     return checked
 
 

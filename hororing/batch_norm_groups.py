@@ -86,7 +86,7 @@ class GroupedLayer(Grouped):
 
     @staticmethod
     def check_arguments(keras: Any, process_set: object, options: dict[str, Any]) -> None:
-        """Check the module keras, which must ask layers for moments, and a layer's arguments."""
+        """Check that this Keras has the method that layers override, and a layer's arguments."""
         if not hasattr(keras.layers.BatchNormalization, "_moments"):
             raise NotImplementedError(
                 f"SyncBatchNormalization does not know the BatchNormalization of Keras "

@@ -131,7 +131,7 @@ def check_compression(compression: object) -> None:
 def compressed(
     compression: Any, tensors: Iterable[Any], reduce: Callable[[list[Any]], Iterable[Any]]
 ) -> list[Any]:
-    """Return what `reduce` makes of the compressed tensors, each in its original form."""
+    """Compress the tensors, call `reduce` with them, and return the decompressed results."""
     check_compression(compression)
     packed = [compression.compress(tensor) for tensor in tensors]
     results = reduce([tensor for tensor, _ in packed])

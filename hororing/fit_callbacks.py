@@ -64,7 +64,8 @@ class Broadcast:
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable out of the broadcast."""
-        self._local.add(self._key(*arguments.check_variables([var], type(self).__name__)))
+        title, advice = type(self).__name__, arguments.OF_A_LAYER
+        self._local.add(self._key(*arguments.check_variables([var], title, advice)))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcast, if the model is built and new, or an elastic job was formed again."""
@@ -107,11 +108,11 @@ class Broadcast:
         )
 
     def _broadcast(self) -> None:
-        """Broadcast, before the first batch; after it, what has come."""
+        """Broadcast everything before the first batch, and after it what that batch has created."""
         unique = {self._key(variable): variable for variable in self.model.weights}
         if not unique.keys() <= self._before:
-            # A state that the first batch made of equal weights is equal, or each rank's own, as
-            # with Adasum. A variable may be in both.
+            # Not if the weights were equal when the first batch created this state: it is either
+            # equal, too, or each rank's own (Adasum, local variables, other process sets).
             states = self._states(self._optimizer)
             unique |= {self._key(variable): variable for variable in states}
         left_out = self._local | self._before

@@ -32,8 +32,8 @@ _HINTS: Final = (
     (
         "be called for the variables it was originally built with",
         "",
-        "Keras 3 loads no state of optimizers from .h5 files, and then they cannot train: save "
-        ".keras files; if layers were frozen before, compile with a new optimizer",
+        "Keras 3 does not load the optimizer's state from .h5 files, and that optimizer cannot "
+        "train: save .keras files; if layers were frozen before, compile with a new optimizer",
     ),
     ("has no attribute 'lr'", "", "optimizers of Keras 3 have learning_rate instead of lr"),
     ("has no attribute 'fit_generator'", "", "model.fit of Keras 3 takes generators itself"),

@@ -123,7 +123,7 @@ BYTES = Form(
     _show_bytes,
 )
 PATH = Form("a path", str)
-NETWORKS = Form("addresses or names of networks, with commas between", str)
+NETWORKS = Form("addresses or names of networks, separated by commas", str)
 CORES = Form(
     "core numbers separated by commas, one for each rank of a host",
     _parse_cores,

@@ -207,7 +207,7 @@ class ModelState(VariablesState):
 
 
 def renew_constants(model: Any) -> None:
-    """Let Normalization layers use their new weights: they compute with constants made of them."""
+    """Update the constants that Normalization layers have derived from their weights."""
     for layer in model._flatten_layers():
         if hasattr(layer, "adapt_mean"):
             layer.finalize_state()

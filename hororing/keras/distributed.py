@@ -22,7 +22,16 @@ import keras
 from keras import ops
 
 from hororing import membership
-from hororing.arguments import Adasum, Average, Max, Sum, check_variables, check_weight, op_name
+from hororing.arguments import (
+    OF_A_LAYER,
+    Adasum,
+    Average,
+    Max,
+    Sum,
+    check_variables,
+    check_weight,
+    op_name,
+)
 from hororing.elastic.variables import Stepper
 from hororing.fit_callbacks import NOTHING_REDUCED
 from hororing.keras.backends import Accumulator, backend
@@ -85,7 +94,8 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
 
     def register_local_var(self, var: Any) -> None:
         """Exclude the gradient of a variable from the reduction: each rank has its own."""
-        self._hororing.local_variables += check_variables([var], "register_local_var")
+        checked = check_variables([var], "register_local_var", OF_A_LAYER)
+        self._hororing.local_variables += checked
 
     def forget_passes(self) -> None:
         """Begin again to add up gradients: a rank that joins an elastic job has none."""

@@ -58,8 +58,8 @@ def DistributedOptimizer(
         Variables in no list are reduced one by one.
     backward_passes_per_step : number of batches for one update: gradients are added up, then
         reduced. `iterations`, and therefore schedules, count updates. Keras' own
-        ``gradient_accumulation_steps`` works, too, but reduces every batch's gradients. Every
-        call of ``apply`` has the same variables, otherwise it is a ValueError.
+        ``gradient_accumulation_steps`` works, too, but reduces every batch's gradients. ValueError
+        if a later call of ``apply`` has other variables.
     average_aggregated_gradients : divide the sum by the number of batches.
     process_set : the ranks that reduce with each other. Ranks outside it train alone.
     scale_local_gradients : divide gradients of local variables (`register_local_var` of the
@@ -134,8 +134,8 @@ def load_model(
 
     Parameters
     ----------
-    filepath : a .keras file of ``model.save``, with or without hororing. (From an .h5 file, Keras 3
-        loads no state of the optimizer.)
+    filepath : a .keras file of ``model.save``, with or without hororing. Keras 3 does not
+        load the optimizer's state from an .h5 file.
     custom_optimizers : classes of optimizers that the file may contain, besides those of Keras.
     custom_objects : as for ``keras.models.load_model``.
     compression : as for `DistributedOptimizer`. For its other arguments use

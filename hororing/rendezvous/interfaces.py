@@ -53,9 +53,9 @@ def is_own(host: str) -> bool:
 
 
 def chosen(text: str) -> str:
-    """Return an address of this host for HORORING_INTERFACE, such as "eth0,ib0" or "10.1.0.5".
+    """Return the address that HORORING_INTERFACE chooses, such as "eth0,ib0" or "10.1.0.5".
 
-    The first of several that this host has. ValueError if it has none of them.
+    Of several, the first that this host has. ValueError if it has none of them.
     """
     given = [each.strip() for each in text.split(",")]
     for interface in given:
@@ -66,7 +66,9 @@ def chosen(text: str) -> str:
         with contextlib.suppress(OSError):
             return _address(interface)
     names = ", ".join(name for _, name in socket.if_nameindex())
-    raise ValueError(f"HORORING_INTERFACE={text}: not a network of this host, which has {names}")
+    raise ValueError(
+        f"HORORING_INTERFACE={text}: no such network with an IPv4 address; this host has {names}"
+    )
 
 
 def reached_at(place: str = "") -> str:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import tensorflow as tf
 
 from hororing import arguments
-from hororing.arguments import Average, Sum
+from hororing.arguments import OF_A_LAYER, Average, Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE
 from hororing.process_sets import ProcessSet
 from hororing.reduction import Reduction, checked_reduction
@@ -63,7 +63,7 @@ def checked_key(variable: Any, what: str) -> Any:
     """Return the `variable_key` of a user's argument. TypeError unless it is TensorFlow's."""
     key = variable_key(variable)
     if isinstance(key, int):
-        raise TypeError(f"{what} takes variables, not {type(variable).__name__}")
+        raise TypeError(f"{what} takes variables, not {type(variable).__name__}; {OF_A_LAYER}")
     return key
 
 

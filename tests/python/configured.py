@@ -24,14 +24,14 @@ def engine(**knobs: object) -> Iterator[None]:
             del os.environ[f"HORORING_{name}"]
 
 
-def made_at_once(step: Callable[[], object], times: int = 10_000) -> bool:
-    """Call `step` until it sums without negotiation, up to `times` times; return whether it did.
+def made_at_once(step: Callable[[], object]) -> bool:
+    """Call `step` until it sums without negotiation, 10,000 times at most; return whether it did.
 
     This needs ranks that call it at the same time. All ranks agree on whether they did, so they
     stop after the same call.
     """
     before = hvd.statistics()["allreduces_at_once"]
-    for _ in range(times):
+    for _ in range(10_000):
         step()
         if hvd.statistics()["allreduces_at_once"] > before:
             return True

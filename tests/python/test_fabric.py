@@ -75,7 +75,7 @@ def test_tcp_takes_the_first_network_of_several_that_the_host_has():
     assert interfaces.chosen("lo") == interfaces.chosen("absent0, lo,absent1") == "127.0.0.1"
     assert interfaces.chosen("192.0.2.1,127.0.0.1") == "127.0.0.1"
     assert interfaces.chosen("192.0.2.1") == "192.0.2.1"  # of a host behind address translation
-    with pytest.raises(ValueError, match="HORORING_INTERFACE=absent0,absent1: not a network of"):
+    with pytest.raises(ValueError, match="HORORING_INTERFACE=absent0,absent1: no such network"):
         interfaces.chosen("absent0,absent1")
 
 

@@ -469,6 +469,15 @@ def test_a_host_that_does_not_answer_is_an_error(agent: str, wanted: str):
     wait_until(lambda: not any(map(is_alive, numbers(done.stderr))))
 
 
+def test_the_time_for_other_hosts_may_come_from_horovods_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
+    with pytest.raises(SystemExit):
+        main(["-np", "1", "true"])
+    assert "--start-timeout: 'soon' is not a number of seconds" in capsys.readouterr().err
+
+
 def test_a_program_that_is_missing_there_is_an_error(rsh: str, tmp_path: Path):
     done = run("-H", "b:1", "--rsh-agent", f"env -C / {rsh}", "--output", str(tmp_path), "-x",
                "PATH=/none", "env", "no-such-program")  # fmt: skip
