@@ -335,6 +335,9 @@ class LearningRateWarmup(LearningRateSchedule):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
+        if not warmup_epochs >= 0:  # TypeError if it is a text
+            raise ValueError(f"warmup_epochs={warmup_epochs} is negative")
+
         def multiplier(epoch: float) -> float:
             assert self._steps is not None
             batches = int(self.model.steps_per_execution or 1)  # until the rate may change again

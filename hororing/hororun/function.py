@@ -10,7 +10,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TextIO
 
 from hororing import config, launch
@@ -50,7 +50,7 @@ def run(
     network_interface: str | None = None,
     disable_cache: bool | None = None,
     num_proc: int | None = None,
-    network_interfaces: str | None = None,
+    network_interfaces: str | Iterable[str] | None = None,
     min_np: int | None = None,
     max_np: int | None = None,
     min_num_proc: int | None = None,
@@ -129,8 +129,7 @@ def run(
     except ValueError as error:
         raise ValueError(f"run: rsh_agent={rsh_agent!r}: {error}") from None
     given = start.given(env)
-    if network_interface or network_interfaces:
-        given["HORORING_INTERFACE"] = str(network_interface or network_interfaces)
+    given.update(start.network(network_interface or network_interfaces))
     if disable_cache:
         given["HORORING_CACHE_CAPACITY"] = "0"
     if reset_limit is not None:

@@ -10,7 +10,7 @@ import ipaddress
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -253,6 +253,12 @@ def given(variables: Mapping[Any, Any] | None) -> dict[str, str]:
             raise TypeError(f"the variable {name!r} is None: leave it out, or give ''")
     texts = {name: str(value) for name, value in (variables or {}).items()}
     return {"HORORING_ALONE": "0", **texts}
+
+
+def network(given: str | Iterable[str] | None) -> dict[str, str]:
+    """The variable that chooses these networks, given as text or a list of names."""
+    text = given if isinstance(given, str) else ",".join(given or ())
+    return {"HORORING_INTERFACE": text} if text else {}
 
 
 def named_hosts(hosts: str | None, hostfile: str | None) -> list[Host]:

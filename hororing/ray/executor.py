@@ -30,7 +30,7 @@ class Settings:
 
     timeout_s: float = 300.0
     placement_group_timeout_s: float = 100.0
-    interface: str | None = None
+    nics: Sequence[str] | str | None = None
 
 
 class RayExecutor:
@@ -160,8 +160,7 @@ class RayExecutor:
                 "create_settings: ssh_identity_file and ssh_str have no meaning: Ray starts the "
                 "actors, without ssh"
             )
-        interfaces = nics if isinstance(nics, str) else ",".join(nics or ())
-        return Settings(timeout_s, placement_group_timeout_s, interfaces or None)
+        return Settings(timeout_s, placement_group_timeout_s, nics)
 
     def start(
         self,
@@ -196,7 +195,7 @@ class RayExecutor:
         args, kwargs = tuple(executable_args or ()), dict(executable_kwargs or {})
         if self._elastic is not None:
             make = functools.partial(executable_cls, *args, **kwargs) if executable_cls else None
-            variables = ranks.variables(self._settings.interface, extra_env_vars)
+            variables = ranks.variables(self._settings.nics, extra_env_vars)
             self._call = functools.partial(
                 elastic.run, self._elastic, self._resources, variables, make
             )
@@ -287,7 +286,7 @@ class RayExecutor:
         order = plan.neighbours([each.node for each in locations])
         self._workers = [self._workers[i] for i in order]
         self._locations = [locations[i] for i in order]
-        variables = ranks.variables(self._settings.interface, more)
+        variables = ranks.variables(self._settings.nics, more)
         self._store, secret, environments = ranks.start_store(self._locations, variables)
         self._results(
             "start",

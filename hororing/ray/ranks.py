@@ -82,8 +82,7 @@ def leave() -> None:
 
 
 def variables(
-    interface: str | None = None, more: Mapping[str, Any] | None = None
+    nics: Sequence[str] | str | None = None, more: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
     """Return the settings of this process, for all ranks."""
-    chosen = {"HORORING_INTERFACE": interface} if interface else {}
-    return {**start.settings(), **chosen, **start.given(more)}
+    return {**start.settings(), **start.network(nics), **start.given(more)}

@@ -76,7 +76,6 @@ def run(
     ):
         if value:
             raise ValueError(f"run: {name}={value!r}: {why}")
-    interfaces = nics if isinstance(nics, str) else ",".join(nics or ())
     context = SparkContext._active_spark_context
     if context is None:
         raise ValueError(
@@ -87,7 +86,7 @@ def run(
         raise ValueError(f"run: num_proc={num_proc!r} is not a whole number from 1")
     variables = {
         **start.settings(),
-        **({"HORORING_INTERFACE": interfaces} if interfaces else {}),
+        **start.network(nics),
         **start.given(env),
     }
     payload = describe(fn, tuple(args), dict(kwargs or {}))

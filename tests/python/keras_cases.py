@@ -682,6 +682,8 @@ def case_wrong_use():
         hvd.broadcast_variables(variables(2)[0], 0)
     with pytest.raises(TypeError, match="multiplier must be"):
         hvd.callbacks.LearningRateScheduleCallback(0.1, "half")
+    with pytest.raises(ValueError, match="warmup_epochs=-1 is negative"):
+        hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=-1)
     weights = variables(2)
     of_others = hvd.DistributedOptimizer(sgd())
     of_others.build(variables(3))

@@ -109,6 +109,10 @@ def test_results_come_in_the_order_of_ranks(capsys: pytest.CaptureFixture[str]):
     assert lines == [f"[{rank}] rank {rank} says \N{SNOWMAN}" for rank in range(3)]
     secret = 41
     assert hororing.run(lambda: secret + 1) == [42]  # one rank, and a closure
+    networks = ["absent0", "lo"]
+    assert hororing.run(os.getenv, ("HORORING_INTERFACE",), network_interfaces=networks) == [
+        "absent0,lo"
+    ]
     hororing.run(print, ("\N{SNOWMAN}" * 9999,))
     assert capsys.readouterr().out == "\N{SNOWMAN}" * 9999 + "\n"
 
