@@ -88,7 +88,8 @@ void Timeline::ShipAll(bool last) {
 
 void Timeline::Check(const Status& status) {
   // A full disk must not stop the training; written events stay readable.
-  if (!status.ok()) Log(LogLevel::kError, "timeline: " + status.message());
+  if (!status.ok() && !failing_) Log(LogLevel::kError, "timeline: " + status.message());
+  failing_ = !status.ok();
 }
 
 }  // namespace hororing

@@ -46,6 +46,7 @@ class Timeline {
   const std::vector<TimeNs> clock_offsets_;
   TraceSink& sink_;
   TraceWriter writer_;
+  bool failing_ = false;     // the last write failed, which is logged once
   std::vector<char> ended_;  // rank 0, by rank: its last events have arrived
   TimeNs next_ship_ns_ = 0;
 };

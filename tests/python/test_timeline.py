@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import signal
 import tempfile
 import threading
@@ -511,6 +512,31 @@ def case_a_path_that_cannot_be_written_is_an_error_on_rank_0() -> None:
     hvd.stop_timeline()
     if hvd.rank() == 0:
         assert seen(good) == [{"t good"}] * hvd.size()
+
+
+def case_a_full_disk_is_logged_once_and_does_not_stop_the_job() -> None:
+    (path,) = paths("t.json")
+    hvd.start_timeline(path)
+    hvd.barrier()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with tempfile.TemporaryFile("w+") as log:
+        stderr = os.dup(2)
+        os.dup2(log.fileno(), 2)
+        if hvd.rank() == 0:  # as on a full disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+        for step in range(300):
+            reduce(f"t {step}")
+            time.sleep(0.003)  # ranks send events five times a second
+        hvd.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        log.seek(0)
+        logged = log.read().count("cannot write to the timeline")
+    assert logged == (hvd.rank() == 0)
+    hvd.stop_timeline()
+    if hvd.rank() == 0:
+        seen(path)
 
 
 def case_several_threads_have_rows_of_their_own_and_a_strange_name_is_kept() -> None:
