@@ -97,14 +97,15 @@ def missing(recordings: Iterable[recorder.Recording]) -> list[str]:
         waits = {event.request for event in each.unfinished() if event.kind == "submitted"}
         jobs.setdefault(each.facts["job"], {})[each.facts["rank"]] = waits
     lines = []
-    for ranks in jobs.values():
+    for job, ranks in jobs.items():
+        prefix = f"job {job}: " if len(jobs) > 1 else ""
         for request in sorted(set().union(*ranks.values())):
             have = [rank for rank, waits in ranks.items() if request in waits]
             lack = [rank for rank, waits in ranks.items() if request not in waits]
             if lack:
                 members = ", as far as they belong to it" if recorder.OF_SET in request else ""
                 lines.append(
-                    f"{request}: submitted by {_list(have)}, not by {_list(lack)}{members}"
+                    f"{prefix}{request}: submitted by {_list(have)}, not by {_list(lack)}{members}"
                 )
     return lines
 

@@ -129,3 +129,7 @@ def test_what_only_some_ranks_have_submitted_is_listed():
     third, fourth = rank(2, ("submitted", of_set)), rank(3)
     listed = f"{of_set}: submitted by rank 2, not by rank 3, as far as they belong to it"
     assert doctor.missing([third, fourth]) == [listed]
+    third.facts["job"] = fourth.facts["job"] = "k"
+    assert doctor.missing([first, second, third, fourth]) == [
+        "job j: b: submitted by rank 0, not by rank 1", f"job k: {listed}",
+    ]  # fmt: skip
