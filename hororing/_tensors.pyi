@@ -57,7 +57,7 @@ class Queue:
 class Gradient:
     """One parameter's gradient, and the request that reduces it.
 
-    Subclasses have `may_send()`, `weight_of(param)`, `send_alone(grad, failures)` and
+    Subclasses have `may_send()`, `share_of(param)`, `send_alone(grad, failures)` and
     `failure(code)`, for all that is rare.
     """
 
@@ -66,7 +66,7 @@ class Gradient:
     keep: Any
     address: int
     handle: int
-    weight: int
+    share: int
     state: int
     simple: bool
     def on_gradient(self, param: Any, /) -> None: ...

@@ -61,7 +61,7 @@ FAULTS = [
           "for (int host = 2; host < hosts(); ++host) {",
           "for (int host = 1; host < hosts(); ++host) {", "hierarchical_test"),
     Fault("a fused tensor is unpacked from a wrong place", "csrc/backend/host_backend.cc",
-          "from += RoundUp(bytes, kEntryAlign);", "from += bytes;", "backend_test"),
+          "from += RoundUp(bytes, kCacheLine);", "from += bytes;", "backend_test"),
     Fault("rank 0 is always the root", "csrc/backend/host_moves.cc",
           "const bool is_root = transport_.rank() == batch.root;\n  size_t total",
           "const bool is_root = transport_.rank() == 0;\n  size_t total", "backend_others_test"),

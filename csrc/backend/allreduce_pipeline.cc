@@ -64,14 +64,14 @@ class AllreducePipeline final : public HostPipeline {
       *status = exchange_->Step(&moved);
       if (!status->ok()) return true;
       while (reduced_ < first_ + exchange_->completed()) {
-        Publish(&DirectProgress::reduced, ++reduced_);
+        Publish(&SlotProgress::reduced, ++reduced_);
       }
     }
     if (owns_ && summed_ < packed_ && (exchange_ == nullptr || exchange_->CanBegin()) &&
-        PeersReached(size_, &DirectProgress::packed, summed_ + 1)) {
+        PeersReached(size_, &SlotProgress::packed, summed_ + 1)) {
       Reduce();
     } else if (consumed_ < (owns_ ? reduced_ : packed_) &&
-               PeersReached(plan_.owners, &DirectProgress::reduced, consumed_ + 1)) {
+               PeersReached(plan_.owners, &SlotProgress::reduced, consumed_ + 1)) {
       Unpack();
     } else if (packed_ < end_ && packed_ < consumed_ + depth_ && BlockIsFree(packed_)) {
       // Also depends on this rank itself: its slot receives the sums of the previous block, too.
@@ -86,10 +86,10 @@ class AllreducePipeline final : public HostPipeline {
   // Whether the oldest unfinished block waits for `peer`.
   bool Lags(int peer) const override {
     if (consumed_ == packed_) return !BlockIsFree(peer, packed_);
-    if (!PeersReached(size_, &DirectProgress::packed, consumed_ + 1)) {
-      return !Reached(peer, &DirectProgress::packed, consumed_ + 1);
+    if (!PeersReached(size_, &SlotProgress::packed, consumed_ + 1)) {
+      return !Reached(peer, &SlotProgress::packed, consumed_ + 1);
     }
-    return peer < plan_.owners && !Reached(peer, &DirectProgress::reduced, consumed_ + 1);
+    return peer < plan_.owners && !Reached(peer, &SlotProgress::reduced, consumed_ + 1);
   }
 
   void Pack() {
@@ -98,13 +98,13 @@ class AllreducePipeline final : public HostPipeline {
     std::byte* const block_at = BlockAt(rank_, packed_);
     const Range own = owns_ ? plan_.SliceOf(block, rank_) : Range{block.begin, block.begin};
     for (const Range& part : {Range{block.begin, own.begin}, Range{own.end, block.end}}) {
-      plan_.ForEachPiece(part, [&](const Place& place, size_t at, size_t bytes) {
+      ForEachOverlap(plan_.places, part, [&](const Place& place, size_t at, size_t bytes) {
         local_.to_slot().Copy(block_at + (at - block.begin), place.input + (at - place.begin),
                               bytes);
       });
     }
-    span.End(block.bytes());
-    Publish(&DirectProgress::packed, ++packed_);
+    span.End(block.size());
+    Publish(&SlotProgress::packed, ++packed_);
   }
 
   void Reduce() {
@@ -123,16 +123,16 @@ class AllreducePipeline final : public HostPipeline {
         local_.to_slot().Copy(block_at + (at - block.begin), result, bytes);
       });
       reduced_ = ++summed_;
-      Publish(&DirectProgress::reduced, reduced_);
+      Publish(&SlotProgress::reduced, reduced_);
     }
-    span.End(one_host_ ? block.bytes() : own.bytes());
+    span.End(one_host_ ? block.size() : own.size());
   }
 
-  // Calls visit(place, at, bytes, sources) for pieces of tensors in `range`: as small as the
-  // first-level cache, so that the result is still in the cache for its next use.
+  // Calls visit(place, at, bytes), with `sources_` set, for pieces of tensors in `range`: as small
+  // as the first-level cache, so that the result is still in the cache for its next use.
   template <typename Visit>
   void ForEachSum(const Range& block, const Range& range, Visit visit) {
-    plan_.ForEachPiece(range, [&](const Place& place, size_t at, size_t bytes) {
+    ForEachOverlap(plan_.places, range, [&](const Place& place, size_t at, size_t bytes) {
       for (size_t end = at + bytes; at < end; at += kReducePiece) {
         for (int source = 0; source < size_; ++source) {
           sources_[static_cast<size_t>(source)] =
@@ -162,7 +162,7 @@ class AllreducePipeline final : public HostPipeline {
       sums += elements * PartialSize(place.reduce);
     });
     pad(own.end);
-    exchange_->Begin({own.begin, own.bytes()}, BlockAt(rank_, summed_) + (own.begin - block.begin));
+    exchange_->Begin({own.begin, own.size()}, BlockAt(rank_, summed_) + (own.begin - block.begin));
   }
 
   void Unpack() {
@@ -171,13 +171,14 @@ class AllreducePipeline final : public HostPipeline {
     for (int step = one_host_ ? 1 : 0; step < plan_.owners; ++step) {
       const int owner = (rank_ + step) % plan_.owners;
       const std::byte* const from = BlockAt(owner, consumed_);
-      plan_.ForEachPiece(
-          plan_.SliceOf(block, owner), [&](const Place& place, size_t at, size_t bytes) {
-            CopyBytes(place.output + (at - place.begin), from + (at - block.begin), bytes);
-          });
+      ForEachOverlap(plan_.places, plan_.SliceOf(block, owner),
+                     [&](const Place& place, size_t at, size_t bytes) {
+                       CopyBytes(place.output + (at - place.begin), from + (at - block.begin),
+                                 bytes);
+                     });
     }
-    span.End(block.bytes());
-    Publish(&DirectProgress::consumed, ++consumed_);
+    span.End(block.size());
+    Publish(&SlotProgress::consumed, ++consumed_);
   }
 
   const AllreducePlan& plan_;
@@ -205,12 +206,12 @@ AllreducePlan::AllreducePlan(const Batch& batch, const SetSlots& set, size_t lat
     // briefly for the first block to be packed, and the ranks for the last one. Few blocks are open
     // at a time, so all owners of a host keep the same pace. TCP shares a wire unevenly; otherwise
     // the last owner would have the wire to itself and could not fill it.
-    for (const Place& place : places) layout.Add(place.reduce, RoundUp(place.bytes, kEntryAlign));
+    for (const Place& place : places) layout.Add(place.reduce, RoundUp(place.size, kCacheLine));
     whole = ExchangesWholeSlices(layout, hosts, latency_bytes);
     const size_t messages = static_cast<size_t>(owners) * static_cast<size_t>(whole ? 1 : hosts);
     wanted = messages * kHostMessage * total / layout.partial_bytes();
   }
-  block_bytes = std::min({total, RoundUp(wanted, kEntryAlign), capacity});
+  block_bytes = std::min({total, RoundUp(wanted, kCacheLine), capacity});
   blocks = (total + block_bytes - 1) / block_bytes;
 }
 

@@ -28,8 +28,8 @@ struct AllreducePlan : VirtualBuffer {
 
   Range SliceOf(const Range& block, int owner) const { return Slice(block, owner, owners); }
   size_t LargestSlice() const {
-    return (block_bytes / kEntryAlign + static_cast<size_t>(owners) - 1) /
-           static_cast<size_t>(owners) * kEntryAlign;
+    return (block_bytes / kCacheLine + static_cast<size_t>(owners) - 1) /
+           static_cast<size_t>(owners) * kCacheLine;
   }
 
   int owners;  // of slices, on each host

@@ -19,9 +19,9 @@ ChannelPlan::ChannelPlan(std::vector<Channel> all, const SetSlots& set, size_t m
     owns[owner] = owns[owner] || channel.bytes > 0;
     longest = std::max(longest, channel.bytes);
   }
-  const size_t wanted = RoundUp(PieceBytes(longest, set.group.hosts()), kEntryAlign);
-  piece = std::min({RoundUp(longest, kEntryAlign), wanted,
-                    set.geometry.capacity / std::max<size_t>(most, 1) / kEntryAlign * kEntryAlign});
+  const size_t wanted = RoundUp(PieceBytes(longest, set.group.hosts()), kCacheLine);
+  piece = std::min({RoundUp(longest, kCacheLine), wanted,
+                    set.geometry.capacity / std::max<size_t>(most, 1) / kCacheLine * kCacheLine});
   blocks = longest == 0 ? 0 : (longest + piece - 1) / piece;
 }
 
@@ -64,7 +64,7 @@ Status ChannelPipeline::TakeArrivals(bool* moved) {
   if (arrived_ == all_here) return Status::Ok();
   *moved = true;
   arrived_ = all_here;
-  Publish(&DirectProgress::packed, arrived_);
+  Publish(&SlotProgress::packed, arrived_);
   return Status::Ok();
 }
 
@@ -77,7 +77,7 @@ bool ChannelPipeline::CanUnpack() const {
   if (consumed_ == arrived_) return false;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_ || !plan_.owns[static_cast<size_t>(peer)]) continue;
-    if (!Reached(peer, &DirectProgress::packed, consumed_ + 1)) return false;
+    if (!Reached(peer, &SlotProgress::packed, consumed_ + 1)) return false;
   }
   return true;
 }
@@ -92,7 +92,7 @@ void ChannelPipeline::Begin() {
   const uint64_t number = begun_++;
   for (size_t i = 0; i < plan_.channels.size(); ++i) {
     const Channel& channel = plan_.channels[i];
-    const size_t bytes = PieceOf(channel, number).bytes();
+    const size_t bytes = PieceOf(channel, number).size();
     if (channel.from < 0 || bytes == 0) continue;
     receives_.Add(wire_.Receive(channel.from, Place(i, number), bytes), channel.from, number);
   }
@@ -100,16 +100,16 @@ void ChannelPipeline::Begin() {
     const Channel& channel = plan_.channels[i];
     if (!channel.begins) continue;
     const Range piece = PieceOf(channel, number);
-    ForEachPart(channel.extents, &Extent::bytes, piece,
-                [&, to = Place(i, number)](const Extent& extent, size_t at, size_t bytes) {
-                  local_.to_slot().Copy(to + (at - piece.begin), extent.at + (at - extent.begin),
-                                        bytes);
-                });
-    packed += piece.bytes();
+    ForEachOverlap(channel.extents, piece,
+                   [&, to = Place(i, number)](const Extent& extent, size_t at, size_t bytes) {
+                     local_.to_slot().Copy(to + (at - piece.begin), extent.at + (at - extent.begin),
+                                           bytes);
+                   });
+    packed += piece.size();
     local_.to_slot().Fence();
     for (const int to : channel.to) {
-      if (piece.bytes() > 0) {
-        sends_.Add(wire_.Send(to, Place(i, number), piece.bytes()), to, number);
+      if (piece.size() > 0) {
+        sends_.Add(wire_.Send(to, Place(i, number), piece.size()), to, number);
       }
     }
   }
@@ -123,13 +123,13 @@ void ChannelPipeline::Unpack() {
     const Channel& channel = plan_.channels[i];
     if (channel.begins) continue;
     const Range piece = PieceOf(channel, consumed_);
-    ForEachPart(channel.extents, &Extent::bytes, piece,
-                [&, from = Place(i, consumed_)](const Extent& extent, size_t at, size_t bytes) {
-                  CopyBytes(extent.at + (at - extent.begin), from + (at - piece.begin), bytes);
-                });
-    unpacked += piece.bytes();
+    ForEachOverlap(channel.extents, piece,
+                   [&, from = Place(i, consumed_)](const Extent& extent, size_t at, size_t bytes) {
+                     CopyBytes(extent.at + (at - extent.begin), from + (at - piece.begin), bytes);
+                   });
+    unpacked += piece.size();
   }
-  Publish(&DirectProgress::consumed, ++consumed_);
+  Publish(&SlotProgress::consumed, ++consumed_);
   span.End(unpacked);
 }
 
@@ -140,7 +140,7 @@ int ChannelPipeline::LaggingOnWire() const {
 
 bool ChannelPipeline::Lags(int peer) const {
   return !BlockIsFree(peer, begun_) || (plan_.owns[static_cast<size_t>(peer)] &&
-                                        !Reached(peer, &DirectProgress::packed, consumed_ + 1));
+                                        !Reached(peer, &SlotProgress::packed, consumed_ + 1));
 }
 
 }  // namespace hororing

@@ -26,7 +26,7 @@ struct Channel {
   // A contiguous part of the channel in this rank's output.
   struct Extent {
     size_t begin;  // in the channel
-    size_t bytes;
+    size_t size;
     std::byte* at;
   };
   std::vector<Extent> extents;  // in order, without gaps

@@ -12,8 +12,6 @@
 
 namespace hororing {
 
-constexpr size_t kEntryAlign = 64;  // a cache line, and a multiple of every element size
-
 // Bytes of a message between hosts. Open MPI sends that many over TCP at once. A longer message
 // waits for the receiver's answer, behind everything that is queued.
 constexpr size_t kHostMessage = 32 << 10;

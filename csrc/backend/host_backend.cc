@@ -92,7 +92,7 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
   for (const BatchEntry& entry : batch.entries) {
     if (entry.elements == 0) continue;
     entries.push_back(&entry);
-    buffer.layout.Add(entry.reduce, RoundUp(entry.bytes(), kEntryAlign));
+    buffer.layout.Add(entry.reduce, RoundUp(entry.bytes(), kCacheLine));
   }
   if (entries.empty()) return Status::Ok();
 
@@ -104,7 +104,7 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
     buffer.data = to;
     for (const BatchEntry* entry : entries) {
       const size_t bytes = entry->bytes();
-      const size_t room = RoundUp(bytes, kEntryAlign);
+      const size_t room = RoundUp(bytes, kCacheLine);
       CopyBytes(to, entry->input, bytes);
       // The padding is reduced, too: zeros are cheap, and stale bytes may be NaNs.
       std::memset(to + bytes, 0, room - bytes);
@@ -134,7 +134,7 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
   for (const BatchEntry* entry : entries) {
     const size_t bytes = entry->bytes();
     CopyBytes(entry->output, from, bytes);
-    from += RoundUp(bytes, kEntryAlign);
+    from += RoundUp(bytes, kCacheLine);
   }
   span.End(batch.bytes());
   return Status::Ok();

@@ -44,7 +44,7 @@ class HostBackend final : public Backend {
 
   Transport& transport_;
   const AllreduceOptions options_;
-  const size_t hosts_;                       // 0: one
+  const size_t hosts_;                       // 0 or 1: one host
   const std::unique_ptr<Subgroup> by_host_;  // null if the order of the ranks is as good
   Scratch fusion_buffer_{&scratch_bytes_};
   Scratch receive_buffer_{&scratch_bytes_};

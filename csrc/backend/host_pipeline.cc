@@ -48,13 +48,13 @@ HostGroup::HostGroup(const Topology& topology, Members all) : members(std::move(
 }
 
 SlotGeometry SlotGeometry::OneHost(size_t slot_bytes) {
-  const size_t capacity = std::min(kMaxLocalBlock, slot_bytes / 2) / kEntryAlign * kEntryAlign;
+  const size_t capacity = std::min(kMaxLocalBlock, slot_bytes / 2) / kCacheLine * kCacheLine;
   return {slot_bytes / capacity, capacity};
 }
 
 SlotGeometry SlotGeometry::SeveralHosts(size_t slot_bytes) {
   constexpr size_t kDepth = 8;
-  return {kDepth, slot_bytes / kDepth / kEntryAlign * kEntryAlign};
+  return {kDepth, slot_bytes / kDepth / kCacheLine * kCacheLine};
 }
 
 HostPipeline::HostPipeline(SetSlots& set, const Batch& batch, bool on_wire, uint64_t blocks,
@@ -104,7 +104,7 @@ Status HostPipeline::WaitForReaders() {
   const auto lagging = [&] {
     std::vector<int> ranks;
     for (size_t i = 0; i < readers.slots.size(); ++i) {
-      const DirectProgress& reader = segment_.rank_state(readers.slots[i]).direct[readers.set];
+      const SlotProgress& reader = segment_.rank_state(readers.slots[i]).progress[readers.set];
       if (reader.consumed.load(std::memory_order_acquire) >= readers.end) continue;
       ranks.push_back(readers.ranks[i]);
     }

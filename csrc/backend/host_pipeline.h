@@ -108,7 +108,7 @@ class HostPipeline {
   Status Run();
 
  protected:
-  using Counter = std::atomic<uint64_t> DirectProgress::*;
+  using Counter = std::atomic<uint64_t> SlotProgress::*;
 
   virtual bool Finished() const = 0;
   // Runs the stages that can proceed now. False if there are none; true if one fails.
@@ -128,11 +128,11 @@ class HostPipeline {
   // `number`.
   bool BlockIsFree(int peer, uint64_t number) const {
     return number < set_begin_ + depth_ ||
-           Reached(peer, &DirectProgress::consumed, number + 1 - depth_);
+           Reached(peer, &SlotProgress::consumed, number + 1 - depth_);
   }
   bool BlockIsFree(uint64_t number) const {
     return number < set_begin_ + depth_ ||
-           PeersReached(size_, &DirectProgress::consumed, number + 1 - depth_);
+           PeersReached(size_, &SlotProgress::consumed, number + 1 - depth_);
   }
   // The range of block `number` in `total`, which is cut into pieces.
   Range PieceOf(size_t total, size_t piece, uint64_t number) const {
@@ -159,8 +159,9 @@ class HostPipeline {
   const uint64_t first_, end_;  // blocks of this batch
 
  private:
-  DirectProgress& Progress(int peer) const {
-    return segment_.rank_state(group_.slots[static_cast<size_t>(peer)]).direct[group_.members.set];
+  SlotProgress& Progress(int peer) const {
+    return segment_.rank_state(group_.slots[static_cast<size_t>(peer)])
+        .progress[group_.members.set];
   }
   template <typename Ready, typename Peers>
   Status RunUntil(Ready ready, Peers lagging);

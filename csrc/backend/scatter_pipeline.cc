@@ -38,15 +38,15 @@ ScatterPlan::ScatterPlan(const SetSlots& set, const Batch& batch)
     if (host == group.host) continue;
     senders.push_back(group.JobRank(host, group.OwnerOn(host, group.local)));
   }
-  const size_t fits = set.geometry.capacity / parts.size() / kEntryAlign * kEntryAlign / element;
+  const size_t fits = set.geometry.capacity / parts.size() / kCacheLine * kCacheLine / element;
   const size_t partial = PartialSize(batch.reduce());  // bytes that are sent
   const size_t wanted = PieceBytes(longest * partial, group.hosts()) / partial;
-  piece = std::min({longest, RoundUp(wanted, kEntryAlign), fits});
+  piece = std::min({longest, RoundUp(wanted, kCacheLine), fits});
   blocks = longest == 0 ? 0 : (longest + piece - 1) / piece;
 }
 
 size_t ScatterPlan::scratch_bytes(const ReduceSpec& spec) const {
-  return (summed_here + senders.size()) * RoundUp(piece * PartialSize(spec), kEntryAlign);
+  return (summed_here + senders.size()) * RoundUp(piece * PartialSize(spec), kCacheLine);
 }
 
 ScatterPipeline::ScatterPipeline(SetSlots& set, const Batch& batch, const ScatterPlan& plan,
@@ -54,7 +54,7 @@ ScatterPipeline::ScatterPipeline(SetSlots& set, const Batch& batch, const Scatte
     : HostPipeline(set, batch, set.group.hosts() > 1, plan.blocks, deadline, trace),
       plan_(plan),
       partial_(PartialSize(batch.reduce())),
-      sum_bytes_(RoundUp(plan.piece * partial_, kEntryAlign)),
+      sum_bytes_(RoundUp(plan.piece * partial_, kCacheLine)),
       scratch_(scratch),
       receives_(wire_, deadline),
       sends_(wire_, deadline),
@@ -91,7 +91,7 @@ bool ScatterPipeline::CanBegin() const {
 }
 
 bool ScatterPipeline::CanSum() const {
-  return summed_ < begun_ && PeersReached(size_, &DirectProgress::packed, summed_ + 1);
+  return summed_ < begun_ && PeersReached(size_, &SlotProgress::packed, summed_ + 1);
 }
 
 bool ScatterPipeline::CanCombine() const {
@@ -114,22 +114,21 @@ void ScatterPipeline::Begin() {
   for (size_t rank = 0; rank < plan_.parts.size(); ++rank) {
     const ScatterPlan::Part& part = plan_.parts[rank];
     const Range piece = PieceOf(part, number);
-    const size_t arriving = part.own ? piece.bytes() * partial_ : 0;
+    const size_t arriving = part.own ? piece.size() * partial_ : 0;
     for (size_t i = 0; i < plan_.senders.size() && arriving > 0; ++i) {
       const int from = plan_.senders[i];
       receives_.Add(wire_.Receive(from, ArrivalsAt(i, number), arriving), from, number);
     }
     if (part.reducer == rank_) continue;
     std::byte* const block_at = BlockAt(rank_, number) + rank * plan_.piece * plan_.element;
-    ForEachPart(part.extents, &Extent::size, piece,
-                [&](const Extent& extent, size_t at, size_t elements) {
-                  local_.to_slot().Copy(block_at + (at - piece.begin) * plan_.element,
-                                        extent.input + (at - extent.begin) * plan_.element,
-                                        elements * plan_.element);
-                });
-    packed += piece.bytes() * plan_.element;
+    ForEachOverlap(part.extents, piece, [&](const Extent& extent, size_t at, size_t elements) {
+      local_.to_slot().Copy(block_at + (at - piece.begin) * plan_.element,
+                            extent.input + (at - extent.begin) * plan_.element,
+                            elements * plan_.element);
+    });
+    packed += piece.size() * plan_.element;
   }
-  Publish(&DirectProgress::packed, begun_);
+  Publish(&SlotProgress::packed, begun_);
   span.End(packed);
 }
 
@@ -137,7 +136,7 @@ void ScatterPipeline::Sum() {
   StageSpan span(trace_, Stage::kReduce, batch_);
   size_t summed = 0;
   for (const ScatterPlan::Part& part : plan_.parts) {
-    const size_t elements = PieceOf(part, summed_).bytes();
+    const size_t elements = PieceOf(part, summed_).size();
     if (part.reducer != rank_ || elements == 0) continue;
     std::byte* const sums = SumsAt(part.number, summed_);
     SumPiece(part, sums);
@@ -146,7 +145,7 @@ void ScatterPipeline::Sum() {
       continue;
     sends_.Add(wire_.Send(part.owner, sums, elements * partial_), part.owner, summed_);
   }
-  Publish(&DirectProgress::consumed, ++summed_);
+  Publish(&SlotProgress::consumed, ++summed_);
   span.End(summed);
 }
 
@@ -154,26 +153,25 @@ void ScatterPipeline::SumPiece(const ScatterPlan::Part& part, std::byte* sums) {
   const size_t rank = static_cast<size_t>(&part - plan_.parts.data());
   const size_t step = kReducePiece / plan_.element;
   const Range piece = PieceOf(part, summed_);
-  ForEachPart(part.extents, &Extent::size, piece,
-              [&](const Extent& extent, size_t at, size_t elements) {
-                for (size_t end = at + elements; at < end; at += step) {
-                  const size_t in_slot = rank * plan_.piece + (at - piece.begin);
-                  for (int source = 0; source < size_; ++source) {
-                    sources_[static_cast<size_t>(source)] =
-                        source == rank_ ? extent.input + (at - extent.begin) * plan_.element
-                                        : BlockAt(source, summed_) + in_slot * plan_.element;
-                  }
-                  SumPartials(batch_.reduce(), sums + (at - piece.begin) * partial_, sources_,
-                              std::min(step, end - at), widened_.data());
-                }
-              });
+  ForEachOverlap(part.extents, piece, [&](const Extent& extent, size_t at, size_t elements) {
+    for (size_t end = at + elements; at < end; at += step) {
+      const size_t in_slot = rank * plan_.piece + (at - piece.begin);
+      for (int source = 0; source < size_; ++source) {
+        sources_[static_cast<size_t>(source)] =
+            source == rank_ ? extent.input + (at - extent.begin) * plan_.element
+                            : BlockAt(source, summed_) + in_slot * plan_.element;
+      }
+      SumPartials(batch_.reduce(), sums + (at - piece.begin) * partial_, sources_,
+                  std::min(step, end - at), widened_.data());
+    }
+  });
 }
 
 void ScatterPipeline::Combine() {
   StageSpan span(trace_, Stage::kReduce, batch_);
   const ScatterPlan::Part& own = plan_.parts[static_cast<size_t>(group_.group_rank)];
   const Range piece = PieceOf(own, combined_);
-  const size_t elements = piece.bytes();
+  const size_t elements = piece.size();
   std::byte* const mine = SumsAt(own.number, combined_);
   const auto source = [&](int host) {
     if (host == group_.host) return mine;
@@ -183,12 +181,11 @@ void ScatterPipeline::Combine() {
   for (int host = 1; host < group_.hosts() && elements > 0; ++host) {
     CombinePartials(batch_.reduce(), sum, sum, source(host), elements);
   }
-  ForEachPart(own.extents, &Extent::size, piece,
-              [&](const Extent& extent, size_t at, size_t count) {
-                FinishPartial(batch_.reduce(), group_.size(),
-                              extent.output + (at - extent.begin) * plan_.element,
-                              sum + (at - piece.begin) * partial_, count);
-              });
+  ForEachOverlap(own.extents, piece, [&](const Extent& extent, size_t at, size_t count) {
+    FinishPartial(batch_.reduce(), group_.size(),
+                  extent.output + (at - extent.begin) * plan_.element,
+                  sum + (at - piece.begin) * partial_, count);
+  });
   ++combined_;
   span.End(elements * plan_.element);
 }
@@ -200,7 +197,7 @@ int ScatterPipeline::LaggingOnWire() const {
 
 bool ScatterPipeline::Lags(int peer) const {
   return !BlockIsFree(peer, begun_) ||
-         (summed_ < begun_ && !Reached(peer, &DirectProgress::packed, summed_ + 1));
+         (summed_ < begun_ && !Reached(peer, &SlotProgress::packed, summed_ + 1));
 }
 
 }  // namespace hororing

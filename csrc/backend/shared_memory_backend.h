@@ -24,7 +24,7 @@ namespace hororing {
 class SharedMemoryBackend final : public Backend {
  public:
   // `wire` connects all ranks of the job, `local` those of this host, by local rank; on one host
-  // they are the same. REQUIRES: members.set < kDirectSets. At most one per set of a transport.
+  // they are the same. REQUIRES: members.set < kSlotSets. At most one per set of a transport.
   SharedMemoryBackend(Transport& wire, ShmTransport& local, const Topology& topology,
                       const Members& members, const AllreduceOptions& options);
 

@@ -16,26 +16,24 @@ struct Place {
   const std::byte* input;
   std::byte* output;
   ReduceSpec reduce;
-  size_t begin;
-  size_t bytes;
+  size_t begin, size;
 };
 
 struct Range {
   size_t begin, end;
-  size_t bytes() const { return end - begin; }
+  size_t size() const { return end - begin; }
 };
 
-// Calls visit(item, at, length) for the parts of `items` in `range`, in order; `at` is an offset
-// like Item::begin. REQUIRES: items are in order, and the first begins no later than the range.
+// Calls visit(item, at, size) for the parts of `items` in `range`, in order; `at` is an offset like
+// Item::begin. REQUIRES: items are in order, and the first begins no later than the range.
 template <typename Item, typename Visit>
-void ForEachPart(const std::vector<Item>& items, size_t Item::* length, const Range& range,
-                 Visit visit) {
+void ForEachOverlap(const std::vector<Item>& items, const Range& range, Visit visit) {
   if (range.begin >= range.end) return;
   auto item = std::upper_bound(items.begin(), items.end(), range.begin,
                                [](size_t offset, const Item& each) { return offset < each.begin; });
   for (--item; item != items.end() && item->begin < range.end; ++item) {
     const size_t begin = std::max(range.begin, item->begin);
-    const size_t end = std::min(range.end, item->begin + (*item).*length);
+    const size_t end = std::min(range.end, item->begin + item->size);
     if (begin < end) visit(*item, begin, end - begin);
   }
 }
@@ -51,22 +49,16 @@ struct VirtualBuffer {
       if (bytes == 0) continue;
       places.push_back({static_cast<const std::byte*>(entry.input),
                         static_cast<std::byte*>(entry.output), entry.reduce, total, bytes});
-      total += RoundUp(bytes, kEntryAlign);
+      total += RoundUp(bytes, kCacheLine);
     }
   }
 
   // Rank r's part of a range that starts at a cache line. Parts differ by at most one line.
   static Range Slice(const Range& range, int rank, int ranks) {
-    const size_t lines = range.bytes() / kEntryAlign;
+    const size_t lines = range.size() / kCacheLine;
     const size_t n = static_cast<size_t>(ranks), r = static_cast<size_t>(rank);
-    return {range.begin + lines * r / n * kEntryAlign,
-            range.begin + lines * (r + 1) / n * kEntryAlign};
-  }
-
-  // Calls visit(place, at, bytes) for the parts of tensors in `range`.
-  template <typename Visit>
-  void ForEachPiece(const Range& range, Visit visit) const {
-    ForEachPart(places, &Place::bytes, range, visit);
+    return {range.begin + lines * r / n * kCacheLine,
+            range.begin + lines * (r + 1) / n * kCacheLine};
   }
 };
 

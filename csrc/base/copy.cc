@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "base/types.h"
+
 namespace hororing {
 namespace {
 
@@ -20,10 +22,8 @@ bool IsTooClose(const void* to, const void* from) {
   return further % kPage < kTooClose;
 }
 
-constexpr size_t kLine = 64;
-
 void CopyLine(std::byte* to, const std::byte* from) {
-  typedef uint64_t Vector __attribute__((vector_size(kLine / 4)));
+  typedef uint64_t Vector __attribute__((vector_size(kCacheLine / 4)));
   Vector a, b, c, d;
   std::memcpy(&a, from, sizeof a);
   std::memcpy(&b, from + sizeof a, sizeof b);
@@ -41,10 +41,10 @@ void CopyBytes(void* to, const void* from, size_t bytes) {
   auto* target = static_cast<std::byte*>(to);
   const auto* source = static_cast<const std::byte*>(from);
   if (bytes >= kMin && IsTooClose(to, from)) {
-    for (; bytes >= kLine; bytes -= kLine) {
+    for (; bytes >= kCacheLine; bytes -= kCacheLine) {
       CopyLine(target, source);
-      target += kLine;
-      source += kLine;
+      target += kCacheLine;
+      source += kCacheLine;
     }
   }
   if (bytes > 0) std::memcpy(target, source, bytes);

@@ -4,7 +4,6 @@
 // One queue per process: messages must also be delivered without an engine. Thread-safe.
 #pragma once
 
-#include <cstdint>
 #include <string>
 
 #include "base/clock.h"

@@ -8,9 +8,9 @@
 //   1. float16 and bfloat16 are accumulated in float32 and rounded once (to nearest even).
 //   2. Sources are combined in the order given, so equal inputs give equal bits.
 //   3. An average divides once, at the end, in the accumulation type; integers are summed
-//      exactly (128 bit for 64-bit integers) and the quotient is truncated toward zero. So does a
-//      weighted average, of floats: sum(w[r] * source[r]) / sum(w); a source of weight 0 is not
-//      read.
+//      exactly (128 bit for 64-bit integers) and the quotient is truncated toward zero. A
+//      weighted average, of floats, is sum(w[r] * source[r]) / sum(w), likewise divided once; a
+//      source of weight 0 is not read.
 //   4. prescale is applied to every source element, postscale to the result, in the
 //      accumulation type; for integers each application goes through float64, truncates toward
 //      zero and saturates at the ends of the element type (NaN becomes 0).

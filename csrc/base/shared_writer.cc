@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/copy.h"
+#include "base/types.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -14,7 +15,6 @@
 namespace hororing {
 namespace {
 
-constexpr size_t kLine = 64;
 // The smallest copy that benefits.
 constexpr size_t kMin = 512;
 
@@ -22,7 +22,7 @@ constexpr size_t kMin = 512;
 
 // Whole lines; `to` is the beginning of one.
 void StreamLines(std::byte* to, const std::byte* from, size_t bytes) {
-  for (size_t at = 0; at < bytes; at += kLine) {
+  for (size_t at = 0; at < bytes; at += kCacheLine) {
     const auto* const source = reinterpret_cast<const __m128i*>(from + at);
     auto* const target = reinterpret_cast<__m128i*>(to + at);
     const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
@@ -47,9 +47,9 @@ void StreamLines(std::byte* to, const std::byte* from, size_t bytes) {
 void StreamingCopy(void* to, const void* from, size_t bytes) {
   auto* target = static_cast<std::byte*>(to);
   const auto* source = static_cast<const std::byte*>(from);
-  const size_t odd = reinterpret_cast<uintptr_t>(to) % kLine;
-  const size_t head = std::min(bytes, odd == 0 ? 0 : kLine - odd);
-  const size_t lines = (bytes - head) / kLine * kLine;
+  const size_t odd = reinterpret_cast<uintptr_t>(to) % kCacheLine;
+  const size_t head = std::min(bytes, odd == 0 ? 0 : kCacheLine - odd);
+  const size_t lines = (bytes - head) / kCacheLine * kCacheLine;
   const size_t done = head + lines;
   if (head > 0) std::memcpy(target, source, head);
   StreamLines(target + head, source + head, lines);

@@ -25,7 +25,9 @@ enum class DataType : uint8_t {
 };
 constexpr int kDataTypeCount = 11;
 
-// The numbers of Horovod's public constants (hvd.Average == 0, ...).
+// The numbers of Horovod's public constants (hvd.Average == 0, ...). A new one also goes into
+// types.cc, reduce*, gpu/nccl_batch.cc, capi/hororing.h, and Python's arguments.py, exports.py and
+// numpy.py.
 enum class ReduceOp : uint8_t {
   kAverage = 0,
   kSum = 1,
@@ -59,6 +61,10 @@ inline bool IsGathering(Collective kind) {
 }
 
 // To a multiple of `unit`.
+// Where the tensors of a batch begin in its buffer. A multiple of every element size, as long as
+// the vectors of any processor.
+constexpr size_t kCacheLine = 64;
+
 inline size_t RoundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
 // REQUIRES of these: a valid number.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <memory>
 #include <string>
-#include <utility>
 
 #include "base/reduce.h"
 #include "collective/allreduce.h"

@@ -49,8 +49,6 @@
 namespace hororing {
 namespace {
 
-constexpr size_t kAlign = 64;
-
 struct Dots {
   double aa = 0, ab = 0, bb = 0;
 };
@@ -215,7 +213,7 @@ Status Run(Transport& transport, const ReduceSpec& spec, void* data, size_t n,
   for (int position = 0; position < transport.size() / 2; ++position) {
     for (const size_t elements : tensors) half += Chunk(elements, transport.size(), position).size;
   }
-  const size_t room = RoundUp(half * sizeof(T), kAlign);
+  const size_t room = RoundUp(half * sizeof(T), kCacheLine);
   const size_t scratch_bytes = room + (wide ? n * sizeof(T) : 0);
   std::byte* memory = static_cast<std::byte*>(scratch.Reserve(scratch_bytes));
   if (memory == nullptr) {

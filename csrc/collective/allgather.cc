@@ -41,7 +41,7 @@ Status GatherChunks(Transport& transport, std::byte* data, const std::vector<Spa
                     const GatherOptions& options, TimeNs deadline) {
   const int size = transport.size(), rank = transport.rank();
   if (size == 1) return Status::Ok();
-  if (options.straight) {
+  if (options.pairwise) {
     const std::vector<Span> own(chunks.size(), chunks[static_cast<size_t>(rank)]);
     return ExchangeParts(transport, data, own, data, chunks, deadline, options.segment_bytes);
   }

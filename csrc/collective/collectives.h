@@ -24,7 +24,7 @@ struct GatherOptions {
   Subgroup* ring = nullptr;
   size_t segment_bytes = 0;
   // Every rank sends to every other one, instead of around a ring: for hosts with one rank each.
-  bool straight = false;
+  bool pairwise = false;
 };
 
 // Rank r contributes bytes_per_rank[r]; `result` receives all contributions in rank order,

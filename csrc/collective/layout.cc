@@ -1,11 +1,6 @@
 #include "collective/layout.h"
 
 namespace hororing {
-namespace {
-
-constexpr size_t kLine = 64;  // a multiple of every element size
-
-}  // namespace
 
 void Layout::Add(const ReduceSpec& spec, size_t bytes) {
   if (bytes == 0) return;
@@ -38,7 +33,9 @@ size_t Layout::PartialBytes(size_t bytes) const {
   return partial;
 }
 
-size_t Layout::unit() const { return runs_.size() == 1 ? ElementSize(runs_[0].spec.dtype) : kLine; }
+size_t Layout::unit() const {
+  return runs_.size() == 1 ? ElementSize(runs_[0].spec.dtype) : kCacheLine;
+}
 
 Span Layout::Part(const Span& span, int count, int index) const {
   const Span part = Chunk(span.size / unit(), count, index);

@@ -42,7 +42,8 @@ constexpr size_t kMinSegmentBytes = 4 << 10;
 
 size_t RoundBytes(size_t part_bytes, int size, size_t depth, size_t wanted) {
   const size_t share = kScratchBytes / depth / static_cast<size_t>(size - 1);
-  return std::max(kMinSegmentBytes, std::min(SegmentBytes(part_bytes, wanted), share / 64 * 64));
+  return std::max(kMinSegmentBytes,
+                  std::min(SegmentBytes(part_bytes, wanted), share / kCacheLine * kCacheLine));
 }
 
 class Exchange {

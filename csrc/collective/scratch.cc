@@ -3,11 +3,6 @@
 #include "collective/allreduce.h"
 
 namespace hororing {
-namespace {
-
-constexpr size_t kAlign = 64;
-
-}  // namespace
 
 Scratch::~Scratch() { std::free(data_); }
 
@@ -18,9 +13,9 @@ void* Scratch::Reserve(size_t bytes) {
   data_ = nullptr;
   if (total_ != nullptr) *total_ -= bytes_;
   bytes_ = 0;
-  if (bytes > SIZE_MAX - kAlign) return nullptr;
-  const size_t rounded = bytes / kAlign * kAlign + kAlign;
-  data_ = std::aligned_alloc(kAlign, rounded);
+  if (bytes > SIZE_MAX - kCacheLine) return nullptr;
+  const size_t rounded = bytes / kCacheLine * kCacheLine + kCacheLine;
+  data_ = std::aligned_alloc(kCacheLine, rounded);
   if (data_ != nullptr) bytes_ = rounded;
   if (total_ != nullptr) *total_ += bytes_;
   return data_;

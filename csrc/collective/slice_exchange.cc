@@ -3,11 +3,6 @@
 #include <utility>
 
 namespace hororing {
-namespace {
-
-constexpr size_t kAlign = 64;
-
-}  // namespace
 
 void SumPartials(const ReduceSpec& spec, std::byte* partials, const std::vector<const void*>& from,
                  size_t n, std::byte* widened, const int* ranks) {
@@ -38,11 +33,11 @@ SliceExchange::SliceExchange(Transport& wire, Plan plan, TimeNs deadline)
       plan_(std::move(plan)),
       deadline_(deadline),
       max_ahead_(plan_.depth / 2),
-      partial_room_(RoundUp(plan_.max_bytes * layout().widening(), kAlign)),
+      partial_room_(RoundUp(plan_.max_bytes * layout().widening(), kCacheLine)),
       arrival_room_(plan_.whole ? partial_room_
                                 : RoundUp(layout().Part({0, plan_.max_bytes}, hosts(), 0).size *
                                               layout().widening(),
-                                          kAlign)) {}
+                                          kCacheLine)) {}
 
 Status SliceExchange::Reserve(Scratch& scratch) {
   const size_t bytes =

@@ -47,7 +47,7 @@ class SliceExchange {
     std::vector<int> ranks;          // of `wire`: one per host, in the order of the hosts
     int host = 0;                    // of this rank
     const Layout* layout = nullptr;  // of the buffer that the slices are parts of; borrowed
-    int divisor = 1;                 // ranks of the job
+    int divisor = 1;                 // ranks of the set, of all hosts
     bool whole = false;              // send whole slices, and return nothing
     uint64_t slices = 0;             // number of slices
     size_t max_bytes = 0;            // size of the largest slice

@@ -38,8 +38,7 @@ void Loop::Apply(const Agreement& agreement) {
           if (!agreed->entry->stands_in()) {
             Record(Event::kAgreed, now, request.kind, request.process_set, request.name);
           }
-          const Collective kind = request.kind;
-          if (agreed->entry->views.empty() && kind != Collective::kBarrier) {
+          if (agreed->entry->views.empty() && request.kind != Collective::kBarrier) {
             // It changes which ranks take part in batches, so it keeps its place among them. A
             // barrier does not: ranks outside its process set must compute the same batches.
             run();

@@ -1,7 +1,6 @@
 #include "engine/backends.h"
 
 #include <algorithm>
-#include <string>
 #include <utility>
 
 #include "backend/host_backend.h"
@@ -18,7 +17,7 @@ std::vector<std::unique_ptr<Backend>> MakeBackends(const BackendOptions& options
   auto* const local = shared != nullptr ? shared : dynamic_cast<ShmTransport*>(world.local.get());
   // If each host has one member, there is only the wire.
   const bool share = shared != nullptr || group.hosts() < group.size();
-  if (local != nullptr && share && options.name != "host" && members.set < kDirectSets) {
+  if (local != nullptr && share && options.name != "host" && members.set < kSlotSets) {
     backends.push_back(std::make_unique<SharedMemoryBackend>(
         *world.transport, *local, world.topology, members, options.allreduce));
   }

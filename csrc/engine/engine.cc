@@ -134,7 +134,6 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
 Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional<Loop>* loop) {
   HORORING_RETURN_IF_ERROR(PrepareWorld(make_world, world));
   const EngineConfig& config = shared_.config;
-  const auto deadline = [&] { return After(NowNs(), config.timeout_ns); };
   Devices::Options devices = config.devices;
   devices.likely = topology_.local_rank;
   shared_.devices = std::make_shared<Devices>(devices);
@@ -146,8 +145,8 @@ Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional
   std::vector<std::unique_ptr<Backend>> backends =
       MakeBackends(options, *world, *world->transport, Members::World(topology_.size));
   std::vector<TimeNs> clock_offsets;
-  HORORING_RETURN_IF_ERROR(
-      MeasureClocks(*world->transport, world->topology, deadline(), &clock_offsets));
+  HORORING_RETURN_IF_ERROR(MeasureClocks(*world->transport, world->topology,
+                                         After(NowNs(), config.timeout_ns), &clock_offsets));
   Log(LogLevel::kDebug, "running as rank " + std::to_string(topology_.rank) + " of " +
                             std::to_string(topology_.size) + ", " +
                             std::to_string(topology_.local_rank) + " of " +

@@ -19,8 +19,7 @@ std::vector<std::vector<size_t>> PlanFusion(const std::vector<FusionItem>& items
   std::vector<Open> open;
   for (size_t i = 0; i < items.size(); ++i) {
     const FusionItem& item = items[i];
-    const auto bytes =
-        static_cast<int64_t>(RoundUp(static_cast<size_t>(item.bytes), kFusionAlignment));
+    const auto bytes = static_cast<int64_t>(RoundUp(static_cast<size_t>(item.bytes), kCacheLine));
     Open* fitting = nullptr;
     for (Open& candidate : open) {
       if (candidate.key == item.key) fitting = &candidate;

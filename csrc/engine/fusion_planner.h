@@ -45,10 +45,6 @@ struct FusionItem {
   int64_t bytes = 0;
 };
 
-// Each tensor starts on such a boundary of a fused buffer: a cache line, and a multiple of
-// every element size.
-constexpr size_t kFusionAlignment = 64;
-
 // Batches as lists of indices into `items`. fusion_bytes == 0: every item alone.
 std::vector<std::vector<size_t>> PlanFusion(const std::vector<FusionItem>& items,
                                             int64_t fusion_bytes);

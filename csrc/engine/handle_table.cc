@@ -12,9 +12,6 @@
 namespace hororing {
 namespace {
 
-// Suits any vector unit. Some frameworks copy arrays with a smaller alignment.
-constexpr size_t kAlignment = 64;
-
 // A slot's handles get this many different numbers before one repeats.
 constexpr int64_t kNumbers = (int64_t{1} << (63 - HandleTable::kIndexBits)) - 2;
 
@@ -40,8 +37,8 @@ ResultBuffer& ResultBuffer::operator=(ResultBuffer&& other) noexcept {
 bool ResultBuffer::Allocate(size_t bytes, int64_t rows) {
   rows_ = rows;
   if (bytes == 0) return true;
-  if (bytes > SIZE_MAX - kAlignment) return false;
-  data_ = std::aligned_alloc(kAlignment, RoundUp(bytes, kAlignment));
+  if (bytes > SIZE_MAX - kCacheLine) return false;
+  data_ = std::aligned_alloc(kCacheLine, RoundUp(bytes, kCacheLine));
   bytes_ = data_ != nullptr ? bytes : 0;
   return data_ != nullptr;
 }

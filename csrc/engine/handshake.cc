@@ -1,6 +1,5 @@
 #include "engine/handshake.h"
 
-#include <algorithm>
 #include <map>
 #include <numeric>
 

@@ -50,7 +50,7 @@ Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
       timeline_(*world.transport, world.topology, std::move(clock_offsets), shared.trace),
       runner_(shared, WorldCommunicator(world, std::move(backends))),
       agreement_groups_(AgreementGroups(world)),
-      neighbours_(Neighbours(world.topology.rank)),
+      group_(GroupOf(world.topology.rank)),
       pace_(shared.config.cycle_time_ns),
       parent_pid_(getppid()) {
   const auto warn = [&tensors = shared.tensors](const std::string& text) {
@@ -59,8 +59,8 @@ Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
   transport_.SetWaitLimits({shared.config.stall.warning_ns, warn, shared.config.timeout_ns});
   shared_.stats.fusion_bytes = shared_.config.fusion_bytes;
   shared_.stats.cycle_time_ns = shared_.config.cycle_time_ns;
-  if (topology_.rank == neighbours_[0] && neighbours_.size() > 1) {
-    host_reports_.emplace(neighbours_, ReportPace::kUnansweredCycles * shared.config.cycle_time_ns);
+  if (topology_.rank == group_[0] && group_.size() > 1) {
+    host_reports_.emplace(group_, ReportPace::kUnansweredCycles * shared.config.cycle_time_ns);
   }
   if (topology_.rank == 0) coordinator_.emplace(CoordinatorOptions(shared.config, world));
 }
@@ -144,7 +144,7 @@ bool Loop::Step() {
     End(transport_.CheckPeers());
     return true;
   }
-  bool busy = Report();
+  bool busy = ReportSubmitted();
   busy |= Receive();
   if (!final_ && host_reports_) busy |= Forward();
   if (!final_ && coordinator_) busy |= Decide();
@@ -162,7 +162,7 @@ bool Loop::Decide() {
   const bool waits = !stall.missing.empty() && stall.abort.ok();
   if (waits && transport_.CheckPeers().ok()) CheckLiveness(stall.missing, now);
   if (final_) return true;
-  const std::optional<Agreement> agreement = coordinator_->Decide();
+  const std::optional<Agreement> agreement = coordinator_->TakeAgreement();
   if (!agreement) return false;
   Send(*agreement);
   if (!final_) Apply(*agreement);

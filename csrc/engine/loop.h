@@ -44,27 +44,27 @@ class Loop {
     uint32_t epoch;  // the eventcount before its last poll
     bool wake;       // wake the engine's thread unconditionally
   };
-  // Runs the loop for a caller that waits, until done() or `deadline`. REQUIRES: drivable().
+  // Runs the loop for a caller that waits, until done() or `deadline`. REQUIRES: CallersMayRun().
   Handoff ProgressUntil(const std::function<bool()>& done, TimeNs deadline);
   // For the thread that has abandoned the loop's. See BatchRunner.
   BatchRunner& runner() { return runner_; }
-  bool drivable() const { return eventcount_ != nullptr && !final_; }
+  bool CallersMayRun() const { return eventcount_ != nullptr && !final_; }
 
  private:
   bool Step();
   void Park(std::unique_lock<std::mutex>& progress, uint32_t epoch);
   // Each step returns whether it did anything, and sets final_ to end the loop.
-  bool Report();
+  bool ReportSubmitted();
   bool Receive();
   bool Forward();
   bool Decide();
   bool ServeCommand();
   // loop_messages.cc, with the first three steps
   bool ShouldHoldReport();
-  void SendReport(const struct Report& report, TimeNs now);
-  bool ConcernsAllRanks(const struct Report& report) const;
+  void SendReport(const Report& report, TimeNs now);
+  bool ConcernsAllRanks(const Report& report) const;
   static std::vector<std::vector<int>> AgreementGroups(const World& world);
-  std::vector<int> Neighbours(int rank) const;
+  std::vector<int> GroupOf(int rank) const;
   int parent_rank() const;
   void Post(int peer, std::string message);
   void Send(const Agreement& agreement);
@@ -107,13 +107,13 @@ class Loop {
   BatchRunner runner_;
   // Groups of ranks that share one report to rank 0 and one answer, through their first rank.
   const std::vector<std::vector<int>> agreement_groups_;
-  const std::vector<int> neighbours_;
+  const std::vector<int> group_;
   std::optional<Coordinator> coordinator_;   // on rank 0
-  std::optional<HostReports> host_reports_;  // on the first of the others
+  std::optional<HostReports> host_reports_;  // on the first rank of every other host
   // On rank 0, if the timeline covers some steps only: the current step, from 1, and its names.
   int64_t step_ = 0;
   std::unordered_set<std::string> names_;
-  std::vector<TensorEntry*> submitted_;  // scratch of Report; reused
+  std::vector<TensorEntry*> submitted_;  // scratch of ReportSubmitted; reused
   std::vector<Work> work_;               // scratch of Apply; reused
   ReportPace pace_;
   uint32_t poll_epoch_ = 0;  // the eventcount when the loop's thread promised to poll

@@ -24,7 +24,7 @@ std::vector<std::vector<int>> Loop::AgreementGroups(const World& world) {
   return groups;
 }
 
-std::vector<int> Loop::Neighbours(int rank) const {
+std::vector<int> Loop::GroupOf(int rank) const {
   for (const std::vector<int>& ranks : agreement_groups_) {
     if (std::find(ranks.begin(), ranks.end(), rank) != ranks.end()) return ranks;
   }
@@ -33,7 +33,7 @@ std::vector<int> Loop::Neighbours(int rank) const {
 
 // The rank that this rank reports to, and gets agreements from.
 int Loop::parent_rank() const {
-  const int first = neighbours_[0];
+  const int first = group_[0];
   return first == topology_.rank ? 0 : first;
 }
 
@@ -55,9 +55,9 @@ bool Loop::ShouldHoldReport() {
 }
 
 // SUBMIT -> NEGOTIATE: reports the requests submitted since the last report.
-bool Loop::Report() {
+bool Loop::ReportSubmitted() {
   if (ShouldHoldReport()) return false;
-  struct Report report;
+  Report report;
   report.applied = applied_;
   mailbox_.ClearPollRequest();
   shared_.tensors.TakeSubmitted(&submitted_);
@@ -100,7 +100,7 @@ bool Loop::Report() {
   return true;
 }
 
-void Loop::SendReport(const struct Report& report, TimeNs now) {
+void Loop::SendReport(const Report& report, TimeNs now) {
   if (coordinator_) {
     coordinator_->Receive(0, report, now);
   } else if (host_reports_) {
@@ -111,7 +111,7 @@ void Loop::SendReport(const struct Report& report, TimeNs now) {
 }
 
 // Whether every request of a report concerns all ranks. False if this rank does not know an id.
-bool Loop::ConcernsAllRanks(const struct Report& report) const {
+bool Loop::ConcernsAllRanks(const Report& report) const {
   if (shared_.sets.only_world()) return true;
   return std::all_of(report.fresh.begin(), report.fresh.end(),
                      [](const Request& each) { return each.process_set == kWorldSet; }) &&
@@ -149,7 +149,7 @@ bool Loop::Receive() {
     MessageKind kind = MessageKind::kReport;
     bool understood = KindOf(message, &kind);
     if (understood && kind == MessageKind::kReport && (coordinator_ || host_reports_)) {
-      struct Report report;
+      Report report;
       understood = Decode(message, &report);
       if (understood && coordinator_) {
         coordinator_->Receive(peer, report, NowNs());
@@ -157,7 +157,7 @@ bool Loop::Receive() {
         host_reports_->Receive(peer, report, ConcernsAllRanks(report), NowNs());
       }
     } else if (understood && kind == MessageKind::kCombined && coordinator_) {
-      std::vector<std::pair<std::vector<int>, struct Report>> combined;
+      std::vector<std::pair<std::vector<int>, Report>> combined;
       understood = DecodeCombined(message, &combined);
       for (const auto& [ranks, report] : combined) {
         understood = understood && std::all_of(ranks.begin(), ranks.end(),
@@ -169,12 +169,12 @@ bool Loop::Receive() {
       understood = Decode(message, &agreement);
       // Forward it before carrying it out, which needs all ranks. For the same reason, report
       // first.
-      for (size_t i = 1; host_reports_ && i < neighbours_.size(); ++i) {
-        Post(neighbours_[i], message);
+      for (size_t i = 1; host_reports_ && i < group_.size(); ++i) {
+        Post(group_[i], message);
       }
       if (host_reports_) host_reports_->Decided(agreement);
       pace_.OnAnswer();
-      Report();
+      ReportSubmitted();
       if (understood) Apply(agreement);
     } else if (understood && kind == MessageKind::kStatus) {
       OnStatusMessage(peer, message.substr(1));
@@ -195,7 +195,7 @@ bool Loop::Receive() {
 }
 
 void Loop::Send(const Agreement& agreement) {
-  const bool to_all = coordinator_->world_only();
+  const bool to_all = coordinator_->only_world();
   const std::string message = to_all ? Encode(agreement) : std::string();
   for (const std::vector<int>& ranks : agreement_groups_) {
     if (ranks[0] == 0) continue;

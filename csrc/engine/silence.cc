@@ -18,7 +18,7 @@ constexpr TimeNs kStatusTimeout = 2 * kSecond;
 
 }  // namespace
 
-// Runs with the periodic checks. Rank 0 checks its own missing ranks in Decide().
+// Runs with the periodic checks. Rank 0 checks its own missing ranks in Loop::Decide.
 void Loop::CheckForReply(TimeNs now) {
   const bool waits = left_ || shared_.stats.submitted.load() != shared_.stats.completed.load();
   if (!waits || applied_ != answered_) {
@@ -29,7 +29,7 @@ void Loop::CheckForReply(TimeNs now) {
   const bool due = shared_.config.stall.deadlock_ns != kForever && now >= next_blocked_ns_;
   if (due && mailbox_.waiting.load() + mailbox_.awaiting_any.load() > 0) {
     next_blocked_ns_ = After(now, Blocked::kInterval);
-    struct Report report;
+    Report report;
     report.applied = applied_;
     report.blocked = true;
     SendReport(report, now);

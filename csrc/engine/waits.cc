@@ -102,7 +102,7 @@ void Engine::ProgressUntil(const std::function<bool()>& done, TimeNs deadline) {
   if (!shared_.CallersMayProgress())
     return shared_.transport_allows_callers ? mailbox.Wake() : mailbox.RequestReport();
   std::unique_lock<std::mutex> progress(progress_mutex_, std::try_to_lock);
-  if (progress.owns_lock() && loop_ != nullptr && loop_->drivable()) {
+  if (progress.owns_lock() && loop_ != nullptr && loop_->CallersMayRun()) {
     const Loop::Handoff handoff = loop_->ProgressUntil(done, deadline);
     progress.unlock();
     // After unlock: before, the thread would wake up in vain.

@@ -1,7 +1,6 @@
 #include "gpu/cuda_backend.h"
 
 #include <algorithm>
-#include <cstring>
 #include <iterator>
 #include <set>
 #include <utility>

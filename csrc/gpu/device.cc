@@ -8,10 +8,10 @@
 namespace hororing {
 namespace {
 
+constexpr unsigned kPackThreads = 256;
 // Equal to those of kernels.cu.
 constexpr size_t kMaxPackedCopies = 120;
 constexpr size_t kPackBlockBytes = 32 << 10;
-constexpr unsigned kPackThreads = 256;
 struct PackTable {
   uint64_t count = 0;
   struct {

@@ -80,7 +80,7 @@ std::vector<Run> Packed(const std::vector<const BatchEntry*>& entries, std::byte
                         std::vector<DeviceCopy>* copies) {
   std::vector<Run> runs;
   for (const BatchEntry* entry : entries) {
-    const size_t padded = RoundUp(entry->bytes(), kEntryAlign);
+    const size_t padded = RoundUp(entry->bytes(), kCacheLine);
     copies->push_back({to, entry->input, entry->bytes()});
     if (runs.empty() || !(runs.back().spec == entry->reduce)) {
       runs.push_back({to, to, 0, entry->reduce, kNcclSum});
@@ -119,7 +119,7 @@ Status RunAllreduce(const Batch& batch, NcclCommunicator& communicator, const De
   const std::vector<const BatchEntry*> entries = NotEmpty(batch);
   if (entries.empty()) return Status::Ok();
   size_t padded = 0;
-  for (const BatchEntry* entry : entries) padded += RoundUp(entry->bytes(), kEntryAlign);
+  for (const BatchEntry* entry : entries) padded += RoundUp(entry->bytes(), kCacheLine);
   const bool packs = entries.size() > 1 && padded <= communicator.fusion_bytes();
   std::vector<DeviceCopy> copies;
   std::vector<Run> runs =

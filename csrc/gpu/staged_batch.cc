@@ -35,12 +35,12 @@ Status StagedBatches::Run(const Batch& batch, const Device& device, TimeNs timeo
   const bool in_place =
       batch.kind == Collective::kBroadcast || batch.kind == Collective::kAllreduce;
   std::vector<Extent> extents;
-  size_t total = kEntryAlign;  // never zero bytes
+  size_t total = kCacheLine;  // never zero bytes
   for (const BatchEntry& entry : batch.entries) {
     const Extent extent = ExtentOf(batch, entry, transport_.rank());
     extents.push_back(extent);
-    total += RoundUp(extent.input, kEntryAlign);
-    if (!in_place) total += RoundUp(extent.output, kEntryAlign);
+    total += RoundUp(extent.input, kCacheLine);
+    if (!in_place) total += RoundUp(extent.output, kCacheLine);
   }
   HORORING_RETURN_IF_ERROR(Reserve(device, total));
   Batch on_host = batch;
@@ -50,10 +50,10 @@ Status StagedBatches::Run(const Batch& batch, const Device& device, TimeNs timeo
     BatchEntry& entry = on_host.entries[i];
     entry.ready = nullptr;
     entry.input = entry.output = at;
-    at += RoundUp(extents[i].input, kEntryAlign);
+    at += RoundUp(extents[i].input, kCacheLine);
     if (!in_place) {
       entry.output = at;
-      at += RoundUp(extents[i].output, kEntryAlign);
+      at += RoundUp(extents[i].output, kCacheLine);
     }
     if (extents[i].input == 0) continue;
     HORORING_RETURN_IF_ERROR(device.CopyToHost(const_cast<void*>(entry.input),

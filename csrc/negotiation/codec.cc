@@ -1,6 +1,5 @@
 #include "negotiation/codec.h"
 
-#include <algorithm>
 #include <cstring>
 
 namespace hororing {

@@ -97,7 +97,7 @@ void Coordinator::ReportCached(const int* ranks, size_t count, uint64_t id, doub
     if (record.request.weight) pending.weights[member] = weight;
     pending.reported.Add(member);
   }
-  if (IsComplete(pending)) Complete(*record.tensor);
+  if (IsComplete(pending)) Decide(*record.tensor);
 }
 
 void Coordinator::ReportFresh(int rank, const Request& request, TimeNs now) {
@@ -111,7 +111,7 @@ void Coordinator::ReportFresh(int rank, const Request& request, TimeNs now) {
   pending.requests[member] = request;
   if (request.weight) pending.weights[member] = *request.weight;
   pending.reported.Add(member);
-  if (IsComplete(pending)) Complete(tensor);
+  if (IsComplete(pending)) Decide(tensor);
 }
 
 Coordinator::TensorState& Coordinator::StateOf(const Request& request) {
@@ -133,8 +133,8 @@ Coordinator::Pending& Coordinator::PendingFor(const Request& request, TensorStat
     pending.waits = true;
     ++waiting_;
     if (request.of_members_alone()) {
-      pending.asked.ranks.assign(request.ranks.begin(), request.ranks.end());
-      pending.set = &pending.asked;
+      pending.new_set.ranks.assign(request.ranks.begin(), request.ranks.end());
+      pending.set = &pending.new_set;
     } else if (pending.set == nullptr) {
       pending.set = sets_.Find(request.process_set);
     }
@@ -161,7 +161,7 @@ void Coordinator::Expand(Pending& pending) {
   pending.record = nullptr;
 }
 
-void Coordinator::Complete(TensorState& tensor) {
+void Coordinator::Decide(TensorState& tensor) {
   Pending& pending = tensor.pending;
   Decision decision;
   Status status = Agree(tensor, &decision);
@@ -247,7 +247,7 @@ void Coordinator::Push(Decision decision) {
   if (ready_.empty() || !ready_.back().Extend(decision)) ready_.push_back(std::move(decision));
 }
 
-std::optional<Agreement> Coordinator::Decide() {
+std::optional<Agreement> Coordinator::TakeAgreement() {
   if (ready_.empty()) return std::nullopt;
   Agreement agreement;
   agreement.sequence = ++sequence_;

@@ -54,13 +54,13 @@ class Coordinator {
   void SwitchTimeline(bool on, bool mark_cycles);
 
   // Returns the decisions since the last call, if any, in the order in which they became ready.
-  std::optional<Agreement> Decide();
+  std::optional<Agreement> TakeAgreement();
   // The part of the latest agreement that concerns any of `ranks`. If there is none, it need not be
   // sent to them.
   std::optional<Agreement> PartFor(const std::vector<int>& ranks, const Agreement& agreement) const;
   // Whether every agreement concerns every rank.
-  bool world_only() const { return sets_.count() == 1; }
-  // When Decide or InspectStalls has something to do without a new report; kForever: never.
+  bool only_world() const { return sets_.count() == 1; }
+  // When TakeAgreement or InspectStalls has something to do without a new report; kForever: never.
   TimeNs NextDeadline() const;
 
   // Checks for stalls, if it is due. A stall that lasts longer than the shutdown time becomes a
@@ -74,7 +74,7 @@ class Coordinator {
   // A request that some members have reported, but not all. `id` in this class is a cache id.
   struct Pending {
     const ProcessSet* set = nullptr;  // its members report; null: the name has never been pending
-    ProcessSet asked;                 // `set` if only the members of a new set report
+    ProcessSet new_set;               // `set` if only the members of a new set report
     uint64_t id = 0;                  // all reports so far had this id; 0: one was in full
     Record* record = nullptr;         // with `id`
     bool waits = false;               // false: the other members are unset; memory is reused
@@ -116,7 +116,7 @@ class Coordinator {
   void Evict();
   void Erase(const Record& record);
   void Expand(Pending& pending);
-  void Complete(TensorState& tensor);
+  void Decide(TensorState& tensor);
   Status Agree(TensorState& tensor, Decision* decision);
   void Push(Decision decision);
   Status ChangeSets(const Request& request, std::vector<int64_t>* rows);

@@ -14,8 +14,8 @@ constexpr size_t kMaxCounts = 1 << 16;
 
 }  // namespace
 
-HostReports::HostReports(std::vector<int> ranks, TimeNs cycle_time_ns)
-    : ranks_(std::move(ranks)), cycle_time_ns_(cycle_time_ns), held_(ranks_.size()) {}
+HostReports::HostReports(std::vector<int> ranks, TimeNs longest_ns)
+    : ranks_(std::move(ranks)), longest_ns_(longest_ns), held_(ranks_.size()) {}
 
 void HostReports::Receive(int rank, const Report& report, bool concerns_all, TimeNs now) {
   const auto index = std::find(ranks_.begin(), ranks_.end(), rank) - ranks_.begin();
@@ -78,7 +78,7 @@ std::optional<std::string> HostReports::Take(TimeNs now) {
 }
 
 TimeNs HostReports::NextDeadline() const {
-  return held_count_ > 0 ? After(since_ns_, cycle_time_ns_) : kForever;
+  return held_count_ > 0 ? After(since_ns_, longest_ns_) : kForever;
 }
 
 }  // namespace hororing

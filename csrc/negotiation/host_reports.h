@@ -8,7 +8,7 @@
 //   as soon as every rank of the host has reported one of their requests, which rank 0 can use now;
 //   as soon as a report of every rank is held: a rank reports no more until it is answered;
 //   at once, if rank 0 may be waiting for nothing else: a request of another process set, a rank
-//   that leaves, everything while a rank of the host has joined; `cycle_time_ns` after the first of
+//   that leaves, everything while a rank of the host has joined; `longest_ns` after the first of
 //   them, at the latest.
 //
 // The message lists the ranks of each report, so no information is lost. Identical reports of
@@ -32,7 +32,7 @@ namespace hororing {
 class HostReports {
  public:
   // `ranks`: those of this host.
-  HostReports(std::vector<int> ranks, TimeNs cycle_time_ns);
+  HostReports(std::vector<int> ranks, TimeNs longest_ns);
 
   // `concerns_all`: every request in it concerns all ranks. REQUIRES: `rank` is on this host.
   void Receive(int rank, const Report& report, bool concerns_all, TimeNs now);
@@ -49,7 +49,7 @@ class HostReports {
   void Count(std::unordered_map<Id, size_t>& requests, const Id& id);
 
   const std::vector<int> ranks_;
-  const TimeNs cycle_time_ns_;
+  const TimeNs longest_ns_;
   std::vector<std::optional<Report>> held_;  // by index among `ranks`
   size_t held_count_ = 0;                    // how many are held
   TimeNs since_ns_ = 0;                      // when the first of them arrived

@@ -74,7 +74,7 @@ void Coordinator::Join(int rank) {
   }
   std::sort(complete.begin(), complete.end(),
             [](const TensorState* a, const TensorState* b) { return a->key < b->key; });
-  for (TensorState* tensor : complete) Complete(*tensor);
+  for (TensorState* tensor : complete) Decide(*tensor);
 }
 
 bool Coordinator::MissingRanksJoined(const Pending& pending) const {

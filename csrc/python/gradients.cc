@@ -7,7 +7,6 @@
 #include <array>
 #include <cstddef>
 #include <cstring>
-#include <exception>
 #include <utility>
 #include <vector>
 
@@ -40,13 +39,13 @@ struct Gradient {
   PyObject* keep;                   // the tensor that the request reduces now; else None
   unsigned long long address;       // of the hr_request, which the owner keeps; 0: none
   long long handle;                 // of the request in flight; 0: none
-  long long weight;                 // its share of Queue::bytes_left
+  long long share;                  // its share of Queue::bytes_left
   int state;
   char simple;  // the request takes the tensor unchanged if it is plain, in host memory
 };
 
 PyTypeObject *queue_type, *gradient_type;  // one per process, as the engine
-PyObject *may_send_name, *send_queued_name, *weight_name, *grad_name, *send_alone_name,
+PyObject *may_send_name, *send_queued_name, *share_name, *grad_name, *send_alone_name,
     *failure_name;
 
 bool IsNone(PyObject* object) { return object == nullptr || object == Py_None; }
@@ -76,15 +75,15 @@ PyObject* OnGradient(PyObject* object, PyObject* param) {
   self->state = kQueued;
   Py_INCREF(param);
   Replace(&self->param, param);
-  long long weight = self->weight;
+  long long share = self->share;
   if (self->simple == 0) {
-    PyObject* const found = PyObject_CallMethodObjArgs(object, weight_name, param, nullptr);
+    PyObject* const found = PyObject_CallMethodObjArgs(object, share_name, param, nullptr);
     if (found == nullptr) return nullptr;
-    weight = PyLong_AsLongLong(found);
+    share = PyLong_AsLongLong(found);
     Py_DECREF(found);
-    if (weight == -1 && PyErr_Occurred() != nullptr) return nullptr;
+    if (share == -1 && PyErr_Occurred() != nullptr) return nullptr;
   }
-  queue->bytes_left -= weight;
+  queue->bytes_left -= share;
   if (PyList_Append(queue->queued, object) != 0) return nullptr;
   if (queue->bytes_left > 0) Py_RETURN_NONE;
   return PyObject_CallMethodObjArgs(self->reducer, send_queued_name, nullptr);
@@ -308,7 +307,7 @@ int AddGradients(PyObject* module) {
       {"keep", T_OBJECT, offsetof(Gradient, keep), 0, nullptr},
       {"address", T_ULONGLONG, offsetof(Gradient, address), 0, nullptr},
       {"handle", T_LONGLONG, offsetof(Gradient, handle), 0, nullptr},
-      {"weight", T_LONGLONG, offsetof(Gradient, weight), 0, nullptr},
+      {"share", T_LONGLONG, offsetof(Gradient, share), 0, nullptr},
       {"state", T_INT, offsetof(Gradient, state), 0, nullptr},
       {"simple", T_BOOL, offsetof(Gradient, simple), 0, nullptr},
       {nullptr, 0, 0, 0, nullptr},
@@ -326,7 +325,7 @@ int AddGradients(PyObject* module) {
   gradient_type = MakeType<Gradient>(module, "hororing._tensors.Gradient", gradient, hook);
   if (queue_type == nullptr || gradient_type == nullptr) return -1;
   const std::pair<PyObject**, const char*> names[] = {
-      {&may_send_name, "may_send"}, {&send_queued_name, "send_queued"}, {&weight_name, "weight_of"},
+      {&may_send_name, "may_send"}, {&send_queued_name, "send_queued"}, {&share_name, "share_of"},
       {&grad_name, "grad"},         {&send_alone_name, "send_alone"},   {&failure_name, "failure"},
   };
   for (const auto& [place, text] : names) {

@@ -16,7 +16,7 @@
 #include "transport/shm_transport.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/socket.h"
-#include "transport/tcp/transport.h"
+#include "transport/tcp/tcp_transport.h"
 
 namespace hororing {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "base/status.h"
 #include "transport/bootstrap.h"
-#include "transport/mpi_transport.h"
+#include "transport/mpi_library.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -35,7 +35,7 @@ struct World {
   // (RoutedTransport). Null if some host has none, or if no host has two ranks.
   std::unique_ptr<Transport> local;
   Topology topology;
-  // The other ranks of this host.
+  // By rank: the processes of the other ranks of this host; pid 0 for all others.
   std::vector<ProcessIdentity> neighbours;
   std::string note;  // why the expected transport is not used; empty if it is
   std::string why;   // why MPI was chosen or not; empty if there was no choice

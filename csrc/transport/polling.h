@@ -21,6 +21,9 @@ namespace hororing {
 // How long a wait spins before it yields its core: about the time of a thread switch.
 constexpr TimeNs kSpinBeforeYield = 3 * kMicrosecond;
 
+// Of a rank that waits for MPI, which wakes nobody when a message arrives: it polls often.
+constexpr TimeNs kLongestDataSleep = 100 * kMicrosecond, kLongestIdleSleep = kMillisecond;
+
 inline void CpuRelax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

@@ -3,12 +3,6 @@
 #include "transport/polling.h"
 
 namespace hororing {
-namespace {
-
-// Nothing rings when a message arrives over the wire; see MpiTransport.
-constexpr TimeNs kLongestIdleSleep = kMillisecond, kLongestDataSleep = 100 * kMicrosecond;
-
-}  // namespace
 
 RoutedTransport::RoutedTransport(std::unique_ptr<Transport> wire, ShmTransport& local,
                                  const std::vector<int>& ranks, TimeNs spin_ns)
@@ -61,16 +55,16 @@ bool RoutedTransport::Poll(int* peer, std::string* message) {
   return inbox_.Take(peer, message);
 }
 
-bool RoutedTransport::Move() {
+bool RoutedTransport::Progress() {
   MoveLocal();
-  return wire_->Move();
+  return wire_->Progress();
 }
 
 void RoutedTransport::Sleep(TimeNs deadline) {
   Backoff backoff(spin_ns_, kLongestIdleSleep);
   for (;;) {
     const uint32_t epoch = local_.Epoch();
-    const bool moved = Move();
+    const bool moved = Progress();
     if (Fetch() || epoch != last_sleep_epoch_ || revoked()) {
       last_sleep_epoch_ = epoch;
       return;

@@ -39,7 +39,7 @@ class RoutedTransport final : public Transport {
 
   void Post(int peer, std::string message) override;
   bool Poll(int* peer, std::string* message) override;
-  bool Move() override;
+  bool Progress() override;
   void Sleep(TimeNs deadline) override;
   void Wake() override { local_.Wake(); }
   void Revoke(const Status& why) override;

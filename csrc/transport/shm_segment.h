@@ -23,19 +23,18 @@
 #include <string>
 
 #include "base/status.h"
+#include "base/types.h"
 
 namespace hororing {
 
-constexpr size_t kCacheLine = 64;
-
-// The progress of one rank with the batches of one process set in the direct allreduce
-// (backend/shared_memory_backend.h): blocks published so far. Written by that rank only.
-struct DirectProgress {
+// The progress of one rank with the blocks of one process set (backend/host_pipeline.h). Written by
+// that rank only.
+struct SlotProgress {
   alignas(kCacheLine) std::atomic<uint64_t> packed{0};    // its block lies in its slot
   alignas(kCacheLine) std::atomic<uint64_t> reduced{0};   // its slice of the block is reduced
   alignas(kCacheLine) std::atomic<uint64_t> consumed{0};  // it has read all slices of the block
 };
-constexpr int kDirectSets = 16;  // the world and 15 more at a time; other sets use pipes
+constexpr int kSlotSets = 16;  // the world and 15 more at a time; other sets use pipes
 
 // One rank's place in the segment.
 struct alignas(kCacheLine) RankState {
@@ -56,7 +55,7 @@ struct alignas(kCacheLine) RankState {
   std::atomic<uint32_t> failure_code{0};  // as in Status; set before `failed`
   char reason[208] = {};                  // why, zero-terminated
   std::atomic<int64_t> alive_ns{0};       // the latest sign of life, by the clock of this host
-  DirectProgress direct[kDirectSets];
+  SlotProgress progress[kSlotSets];
 };
 
 // A one-way byte stream between two ranks: one writer process, one reader process.
@@ -71,7 +70,7 @@ class ShmSegment {
     int ranks = 1;
     size_t control_pipe_bytes = 0;   // a power of two, per ordered pair
     size_t data_pipe_bytes = 0;      // a power of two, per ordered pair
-    size_t slot_bytes = 0;           // per rank: the blocks of the direct allreduce
+    size_t slot_bytes = 0;           // per rank: blocks of the pipelines
     size_t exchange_bytes = 0;       // of each rank (transport/one_shot_exchange.h)
     static Geometry For(int ranks);  // below 64 MiB in total for up to 64 ranks
     // For the ranks of one of several hosts, whose data goes over MPI or TCP. `most` is the number

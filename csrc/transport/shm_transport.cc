@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <climits>
-#include <cstring>
 
 #include "base/copy.h"
 #include "transport/polling.h"
@@ -243,14 +242,14 @@ bool ShmTransport::Push(int peer) {
   std::byte* const ring = segment_->data_pipe_data(rank_, peer);
   const size_t capacity = segment_->geometry().data_pipe_bytes;
   bool moved = false;
-  while (!state.sends.jobs.empty()) {
-    Transfers::Job& job = state.sends.jobs.front();
-    while (job.left > 0) {
-      const size_t bytes =
-          Write(pipe, ring, capacity, job.data, std::min(job.left, Grain(capacity)), to_pipes_);
+  while (!state.sends.open.empty()) {
+    Transfers::Transfer& transfer = state.sends.open.front();
+    while (transfer.left > 0) {
+      const size_t bytes = Write(pipe, ring, capacity, transfer.data,
+                                 std::min(transfer.left, Grain(capacity)), to_pipes_);
       if (bytes == 0) return moved;
-      job.data += bytes;
-      job.left -= bytes;
+      transfer.data += bytes;
+      transfer.left -= bytes;
       Ring(peer);
       moved = true;
     }
@@ -266,14 +265,14 @@ bool ShmTransport::Pull(int peer) {
   const std::byte* const ring = segment_->data_pipe_data(peer, rank_);
   const size_t capacity = segment_->geometry().data_pipe_bytes;
   bool moved = false;
-  while (!state.receives.jobs.empty()) {
-    Transfers::Job& job = state.receives.jobs.front();
-    while (job.left > 0) {
+  while (!state.receives.open.empty()) {
+    Transfers::Transfer& transfer = state.receives.open.front();
+    while (transfer.left > 0) {
       const size_t bytes =
-          Read(pipe, ring, capacity, job.data, std::min(job.left, Grain(capacity)));
+          Read(pipe, ring, capacity, transfer.data, std::min(transfer.left, Grain(capacity)));
       if (bytes == 0) return moved;
-      job.data += bytes;
-      job.left -= bytes;
+      transfer.data += bytes;
+      transfer.left -= bytes;
       Ring(peer);
       moved = true;
     }

@@ -13,7 +13,6 @@
 #include <deque>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "base/shared_writer.h"
@@ -42,7 +41,6 @@ class ShmTransport final : public Transport, private Eventcount {
   bool Done(Request request) override;
   void Post(int peer, std::string message) override;
   bool Poll(int* peer, std::string* message) override;
-  bool Move() override { return Progress(); }
   void Sleep(TimeNs deadline) override;
   void Wake() override;
   Eventcount* eventcount() override { return this; }
@@ -54,7 +52,7 @@ class ShmTransport final : public Transport, private Eventcount {
   // Whether a pipe was too full for everything that was posted.
   bool HasUnsent() const;
 
-  // For backend/shm_direct, which shares the segment and this rank's doorbell.
+  // For backend/host_pipeline.h, which shares the segment and this rank's doorbell.
   ShmSegment& segment() { return *segment_; }
   // Rings the doorbells of the other ranks of a batch, with a system call only for those that
   // sleep. A parked loop thread has no batch under way and is not woken.
@@ -67,7 +65,7 @@ class ShmTransport final : public Transport, private Eventcount {
   struct SlotReaders {
     std::vector<int> slots;  // empty: none
     std::vector<int> ranks;  // of the job; they own those slots
-    int set = 0;             // as in RankState::direct
+    int set = 0;             // as in RankState::progress
     uint64_t incarnation = 0;
     uint64_t end = 0;
   };
@@ -124,7 +122,7 @@ class ShmTransport final : public Transport, private Eventcount {
   void Park(uint32_t seen, TimeNs deadline) override;
   void BeginCallerProgress() override;
   void EndCallerProgress() override;
-  bool Progress();
+  bool Progress() override;
   bool Push(int peer);
   bool Pull(int peer);
   bool PushControl(int peer);

@@ -17,15 +17,15 @@ namespace hororing {
 
 struct Transfers {
   // A transfer that a caller waits for: the part that is not under way.
-  struct Job {
+  struct Transfer {
     std::byte* data;
     size_t left;
   };
-  std::deque<Job> jobs;
+  std::deque<Transfer> open;
   uint64_t posted = 0, done = 0;
 
   void FinishFirst() {
-    jobs.pop_front();
+    open.pop_front();
     ++done;
   }
 };
@@ -35,7 +35,7 @@ struct PeerTransfers {
 
   // `broken`: nothing is transferred any more.
   Transport::Request PostSend(int peer, const void* data, size_t bytes, bool broken) {
-    // A Job is used in both directions; that of a send is only read.
+    // A Transfer is used in both directions; that of a send is only read.
     return Post(sends, peer, 0, const_cast<void*>(data), bytes, broken);
   }
   Transport::Request PostReceive(int peer, void* data, size_t bytes, bool broken) {
@@ -43,14 +43,14 @@ struct PeerTransfers {
   }
   // After a failure: callers may use their memory again.
   void Drop() {
-    sends.jobs.clear();
-    receives.jobs.clear();
+    sends.open.clear();
+    receives.open.clear();
   }
 
  private:
   static Transport::Request Post(Transfers& transfers, int peer, uint64_t direction, void* data,
                                  size_t bytes, bool broken) {
-    if (!broken) transfers.jobs.push_back({static_cast<std::byte*>(data), bytes});
+    if (!broken) transfers.open.push_back({static_cast<std::byte*>(data), bytes});
     return {++transfers.posted << 17 | static_cast<uint64_t>(peer) << 1 | direction};
   }
 };

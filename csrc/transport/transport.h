@@ -86,7 +86,7 @@ class Transport {
 
   // Moves data in flight in both planes, and never blocks. True if the transport noticed any
   // progress.
-  virtual bool Move() { return false; }
+  virtual bool Progress() { return false; }
   // Returns when a control message may have arrived, after a Wake() since the last Sleep (also one
   // before this call), or at `deadline`. Spins briefly, then sleeps without using CPU time. May
   // return early.
@@ -118,7 +118,7 @@ class Transport {
   // process is stopped or its network is cut. 0 for a rank that has failed or left.
   virtual TimeNs Silence(int /*peer*/) { return 0; }
   // Waits longer than `warning_ns` call `warn` with the ranks that make no progress. `limit_ns`:
-  // the time limit of every wait, which its deadline contains.
+  // how long a wait may take; deadlines are made from it.
   struct WaitLimits {
     TimeNs warning_ns = kForever;
     std::function<void(const std::string&)> warn;

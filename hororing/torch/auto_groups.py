@@ -131,7 +131,7 @@ class AutoReducer(Reducer):
                 buckets.setdefault(int(plan[index]), []).append(index)
         for bucket in buckets.values():
             # This gradient completes the bucket: its hook sends it with all that wait.
-            entries[bucket[-1]][1].weight = BATCH_BYTES
+            entries[bucket[-1]][1].share = BATCH_BYTES
         self.found = [[entries[i][0] for i in bucket] for bucket in buckets.values() if bucket[1:]]
         self.form_groups(self.found)
         sizes = {"groups": len(self.found), "gradients": sum(map(len, self.found))}

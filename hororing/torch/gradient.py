@@ -36,7 +36,7 @@ from hororing.prepared import PersistentAllreduce, State, start_many
 from hororing.process_sets import ProcessSet
 from hororing.torch.adapter import DTYPES
 from hororing.torch.ops import start_sparse_allreduce, synchronize
-from hororing.torch.submission import BATCH_BYTES, MIN_WEIGHT, Group
+from hororing.torch.submission import BATCH_BYTES, MIN_SHARE, Group
 from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import verbs
 
@@ -76,7 +76,7 @@ class Gradient(PersistentAllreduce):
         self.reducer = reducer
         self.seen = 0  # number of accumulations; within one pass until it is classified
         self.fires_once = False  # a pass had only one accumulation, so its hook may send it
-        self.weight = BATCH_BYTES  # its share of the queue's bytes_left
+        self.share = BATCH_BYTES  # its share of the queue's bytes_left
         self.sparse_dims = 0  # of the latest gradient that was sparse
         self.hook: RemovableHandle | None = None
         self.pre_hook: RemovableHandle | None = None  # of several weighted passes
@@ -92,7 +92,7 @@ class Gradient(PersistentAllreduce):
                 name, DTYPES[param.dtype], param.shape, options.op, *options.factors,
                 reducer.members,
             )  # fmt: skip
-            self.weight = max(param.nbytes, MIN_WEIGHT)
+            self.share = max(param.nbytes, MIN_SHARE)
             self.simple = self.device == HOST
             self.weigh(reducer.weighing.cell if reducer.weighing.weight is not None else None)
 
@@ -104,7 +104,7 @@ class Gradient(PersistentAllreduce):
         """Reduce this gradient alone again. REQUIRES: nothing is in flight."""
         self.group = None
         if self.address:
-            self.weight = max(self.shape.numel() * self.dtype.itemsize, MIN_WEIGHT)
+            self.share = max(self.shape.numel() * self.dtype.itemsize, MIN_SHARE)
             self.simple = self.device == HOST
 
     def unhook(self) -> None:
@@ -136,15 +136,15 @@ class Gradient(PersistentAllreduce):
         return reducer.weighing.weigh(to, grad)
 
     @uncompiled
-    def weight_of(self, param: torch.Tensor) -> int:
+    def share_of(self, param: torch.Tensor) -> int:
         """Return the gradient's share of `bytes_left`; on a device, also record its stream.
 
         Code that computes with it before it is sent runs in this stream, now.
         """
         if self.device == HOST:
-            return self.weight
+            return self.share
         self.note_stream()
-        return self.weight if param.grad is not None and self.is_plain(param.grad) else BATCH_BYTES
+        return self.share if param.grad is not None and self.is_plain(param.grad) else BATCH_BYTES
 
     @uncompiled
     def may_send(self) -> bool:

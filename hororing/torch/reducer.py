@@ -42,7 +42,7 @@ from hororing.torch.gradient import (
     unexpected_pass,
 )
 from hororing.torch.passes import Passes, Phase, collect, queue_callback
-from hororing.torch.submission import BATCH_BYTES, MIN_WEIGHT, Group
+from hororing.torch.submission import BATCH_BYTES, MIN_SHARE, Group
 from hororing.torch.uncompiled import leave_uncompiled, uncompiled
 from hororing.torch.verbs import adapter
 from hororing.torch.weighing import Weighing
@@ -114,7 +114,7 @@ class Reducer(Passes):
         self.unclassified: list[Gradient] = []  # gradients that wait for the end of a pass
         self.pending: list[int] = []  # handles of started requests that nobody has waited for
         self.queued = []
-        self.batch_bytes = self.bytes_left = MIN_WEIGHT  # of the batch
+        self.batch_bytes = self.bytes_left = MIN_SHARE  # of the batch
         self._lock = threading.Lock()
         self._on_device = False  # whether a parameter is on a device
         self._generation = options.process_set.generation
@@ -257,7 +257,7 @@ class Reducer(Passes):
             self.weighing.begin_pass(self)
         self.phase = Phase.FILLING
         self.tracing = timeline.enabled()
-        self.batch_bytes = self.bytes_left = MIN_WEIGHT
+        self.batch_bytes = self.bytes_left = MIN_SHARE
 
     def _check_set(self) -> None:
         """Raise if the process set has changed: ids of sets are reused."""

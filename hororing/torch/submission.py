@@ -12,11 +12,11 @@ from hororing.reduction import Reduction
 from hororing.torch.ops import synchronize
 from hororing.torch.verbs import verbs
 
-# Gradients are sent in batches of this many bytes; each gradient counts at least MIN_WEIGHT. The
+# Gradients are sent in batches of this many bytes; each gradient counts at least MIN_SHARE. The
 # first batch of a backward pass is one gradient, to start the engine early; each further one is
 # twice as large, up to the limit.
 BATCH_BYTES: Final = 256 << 10
-MIN_WEIGHT: Final = 1 << 10
+MIN_SHARE: Final = 1 << 10
 
 
 class Group:

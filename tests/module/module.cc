@@ -86,7 +86,7 @@ PYBIND11_MODULE(_testing, module) {
           py::arg("rank"), py::arg("fresh"), py::arg("cached"), py::arg("now"))
       .def("decide", [](Coordinator& coordinator) {
         std::vector<Decision> decided;  // one of each request
-        const auto agreement = coordinator.Decide();
+        const auto agreement = coordinator.TakeAgreement();
         for (const Decision& decision :
              agreement ? agreement->decisions : std::vector<Decision>{}) {
           for (uint64_t i = 0; i < decision.count; ++i) {

@@ -108,7 +108,7 @@ std::vector<NegotiationCost> PlayNegotiation(int ranks,
       for (size_t host = 0; host < hosts.size(); ++host) {
         Arrive(&coordinator, hosts[host][0], messages[host], &cost);
       }
-      const std::optional<Agreement> agreement = coordinator.Decide();
+      const std::optional<Agreement> agreement = coordinator.TakeAgreement();
       if (!agreement) throw std::logic_error("a complete burst was not decided");
       const std::string answer = Encode(*agreement);
       cost.work_ns += CpuNs() - begin;

@@ -6,7 +6,7 @@
 #include <cstdlib>
 
 #include "transport/mpi/failure.h"
-#include "transport/mpi/transport.h"
+#include "transport/mpi/mpi_transport.h"
 
 namespace hororing {
 namespace {

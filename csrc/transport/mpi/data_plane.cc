@@ -11,7 +11,7 @@
 
 #include "base/copy.h"
 #include "transport/mpi/failure.h"
-#include "transport/mpi/transport.h"
+#include "transport/mpi/mpi_transport.h"
 
 namespace hororing {
 namespace {
@@ -92,18 +92,18 @@ void MpiTransport::GiveBack(Buffer buffer) {
 
 void MpiTransport::StartSends(int peer) {
   Peer& state = PeerOf(peer);
-  while (!state.sends.jobs.empty() && MayStart(state.sending) && data_error_.ok()) {
-    Transfers::Job& job = state.sends.jobs.front();
-    const size_t bytes = std::min(job.left, kPieceBytes);
-    Piece piece{TakeBuffer(), MPI_REQUEST_NULL, nullptr, bytes, bytes == job.left};
-    CopyBytes(piece.buffer.get(), job.data, bytes);
+  while (!state.sends.open.empty() && MayStart(state.sending) && data_error_.ok()) {
+    Transfers::Transfer& transfer = state.sends.open.front();
+    const size_t bytes = std::min(transfer.left, kPieceBytes);
+    Piece piece{TakeBuffer(), MPI_REQUEST_NULL, nullptr, bytes, bytes == transfer.left};
+    CopyBytes(piece.buffer.get(), transfer.data, bytes);
     const int error = Call("MPI_Isend", [&] {
       return MPI_Isend(piece.buffer.get(), static_cast<int>(bytes), MPI_BYTE, peer, kDataTag, data_,
                        &piece.request);
     });
     NoteDataError("MPI_Isend", error, peer);
-    job.data += bytes;
-    job.left -= bytes;
+    transfer.data += bytes;
+    transfer.left -= bytes;
     if (piece.last) state.sends.FinishFirst();
     state.sending.push_back(std::move(piece));
   }
@@ -111,18 +111,18 @@ void MpiTransport::StartSends(int peer) {
 
 void MpiTransport::StartReceives(int peer) {
   Peer& state = PeerOf(peer);
-  while (!state.receives.jobs.empty() && MayStart(state.receiving) && data_error_.ok()) {
-    Transfers::Job& job = state.receives.jobs.front();
-    const size_t bytes = std::min(job.left, kPieceBytes);
-    Piece piece{TakeBuffer(), MPI_REQUEST_NULL, job.data, bytes, bytes == job.left};
+  while (!state.receives.open.empty() && MayStart(state.receiving) && data_error_.ok()) {
+    Transfers::Transfer& transfer = state.receives.open.front();
+    const size_t bytes = std::min(transfer.left, kPieceBytes);
+    Piece piece{TakeBuffer(), MPI_REQUEST_NULL, transfer.data, bytes, bytes == transfer.left};
     const int error = Call("MPI_Irecv", [&] {
       return MPI_Irecv(piece.buffer.get(), static_cast<int>(bytes), MPI_BYTE, peer, kDataTag, data_,
                        &piece.request);
     });
     NoteDataError("MPI_Irecv", error, peer);
-    job.data += bytes;
-    job.left -= bytes;
-    if (piece.last) state.receives.jobs.pop_front();
+    transfer.data += bytes;
+    transfer.left -= bytes;
+    if (piece.last) state.receives.open.pop_front();
     state.receiving.push_back(std::move(piece));
   }
 }

@@ -1,5 +1,5 @@
 // Starts and ends MPI, and makes the communicators of a transport. The library exports these
-// functions (transport/mpi_transport.h).
+// functions (transport/mpi_library.h).
 #include <dlfcn.h>
 #include <mpi.h>
 
@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "transport/mpi/failure.h"
-#include "transport/mpi/transport.h"
-#include "transport/mpi_transport.h"
+#include "transport/mpi/mpi_transport.h"
+#include "transport/mpi_library.h"
 #include "transport/polling.h"
 
 namespace hororing {

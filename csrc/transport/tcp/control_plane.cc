@@ -9,7 +9,7 @@
 #include <cstring>
 
 #include "transport/polling.h"
-#include "transport/tcp/transport.h"
+#include "transport/tcp/tcp_transport.h"
 
 namespace hororing {
 namespace {
@@ -26,7 +26,7 @@ bool TcpTransport::Poll(int* peer, std::string* message) {
   return inbox_.Take(peer, message);
 }
 
-bool TcpTransport::Move() {
+bool TcpTransport::Progress() {
   const bool moved = MoveData();
   return Events() || moved;
 }
@@ -34,7 +34,7 @@ bool TcpTransport::Move() {
 void TcpTransport::Sleep(TimeNs deadline) {
   Backoff backoff(options_.spin_ns, kLongestSleep);
   for (;;) {
-    const bool moved = Move();
+    const bool moved = Progress();
     if (!inbox_.empty() || woken_ || revoked() || (!failure_.ok() && !failure_shown_)) {
       woken_ = false;
       failure_shown_ = !failure_.ok();
@@ -89,7 +89,7 @@ void TcpTransport::AnnounceFailure(const Status& why) {
 bool TcpTransport::Flush(TimeNs deadline) {
   Backoff backoff(options_.spin_ns, kLongestSleep);
   for (;;) {
-    const bool moved = Move();
+    const bool moved = Progress();
     bool unsent = false, deaf = false;
     for (const Peer& peer : peers_) {
       if (!peer.outbox.empty()) (peer.lost ? deaf : unsent) = true;

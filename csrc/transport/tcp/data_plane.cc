@@ -6,7 +6,7 @@
 
 #include "transport/long_wait.h"
 #include "transport/polling.h"
-#include "transport/tcp/transport.h"
+#include "transport/tcp/tcp_transport.h"
 
 namespace hororing {
 namespace {
@@ -38,7 +38,7 @@ Status TcpTransport::Wait(Request request, TimeNs deadline) {
   const PostedTransfer posted(request, peers_);
   const Transfers& transfers = posted.transfers;
   const bool much = !posted.done() && broken_.ok() &&
-                    transfers.jobs[posted.number - transfers.done - 1].left >= kLargeMessage;
+                    transfers.open[posted.number - transfers.done - 1].left >= kLargeMessage;
   // Polling did not pay in the last wait that had to sleep, or will not in this one.
   const bool sleeps = much || last_gap_ns_ > options_.spin_ns + Backoff::kYield;
   Backoff backoff(options_.spin_ns, kLongestSleep, sleeps ? -options_.spin_ns : Backoff::kYield,
@@ -73,7 +73,7 @@ Status TcpTransport::Wait(Request request, TimeNs deadline) {
 
 bool TcpTransport::Done(Request request) {
   const PostedTransfer posted(request, peers_);
-  if (!posted.done()) Move();
+  if (!posted.done()) Progress();
   return posted.done() || !broken_.ok() || !failure_.ok();
 }
 
@@ -88,7 +88,7 @@ bool TcpTransport::MoveData() {
     const int peer = active_[i];
     moved |= PushData(peer) | PullData(peer);
     Peer& state = PeerOf(peer);
-    if (state.sends.jobs.empty() && state.receives.jobs.empty()) {
+    if (state.sends.open.empty() && state.receives.open.empty()) {
       state.active = false;
       active_[i] = active_.back();
       active_.pop_back();
@@ -102,24 +102,24 @@ bool TcpTransport::MoveData() {
 bool TcpTransport::PushData(int peer) {
   Peer& state = PeerOf(peer);
   Channel& channel = state.channels[kData];
-  if (!state.sends.jobs.empty()) EnsureConnection(peer, kData);
+  if (!state.sends.open.empty()) EnsureConnection(peer, kData);
   bool moved = false;
-  while (!state.sends.jobs.empty()) {
-    Transfers::Job& job = state.sends.jobs.front();
-    if (job.left > 0) {
+  while (!state.sends.open.empty()) {
+    Transfers::Transfer& transfer = state.sends.open.front();
+    if (transfer.left > 0) {
       if (channel.sends == nullptr || !channel.sends->ready()) break;
-      const ptrdiff_t sent = SendSome(channel.sends->socket.fd(), job.data, job.left);
+      const ptrdiff_t sent = SendSome(channel.sends->socket.fd(), transfer.data, transfer.left);
       if (sent < 0) {
         const int error = errno;
         channel.sends->socket = Socket();
         OnConnectionLost(peer, error);
       }
       if (sent <= 0) break;
-      job.data += sent;
-      job.left -= static_cast<size_t>(sent);
+      transfer.data += sent;
+      transfer.left -= static_cast<size_t>(sent);
     }
     moved = true;
-    if (job.left > 0) break;  // the socket is full
+    if (transfer.left > 0) break;  // the socket is full
     state.sends.FinishFirst();
   }
   return moved;
@@ -129,28 +129,28 @@ bool TcpTransport::PullData(int peer) {
   Peer& state = PeerOf(peer);
   Channel& channel = state.channels[kData];
   bool moved = false;
-  while (!state.receives.jobs.empty()) {
-    Transfers::Job& job = state.receives.jobs.front();
-    const size_t before = job.left;
+  while (!state.receives.open.empty()) {
+    Transfers::Transfer& transfer = state.receives.open.front();
+    const size_t before = transfer.left;
     std::optional<int> ended;
     for (Link* link : {&channel.outgoing, &channel.incoming}) {
-      if (job.left == 0 || !link->ready()) continue;
-      const size_t portion = job.left < kLittle ? 1 : std::min(job.left, kPortion);
+      if (transfer.left == 0 || !link->ready()) continue;
+      const size_t portion = transfer.left < kLittle ? 1 : std::min(transfer.left, kPortion);
       if (portion != std::exchange(link->portion, portion)) WakeFor(link->socket.fd(), portion);
-      const ptrdiff_t got = ReceiveSome(link->socket.fd(), job.data, job.left);
+      const ptrdiff_t got = ReceiveSome(link->socket.fd(), transfer.data, transfer.left);
       if (got < 0) {
         ended = errno;
         link->socket = Socket();
       }
       if (got <= 0) continue;
-      job.data += got;
-      job.left -= static_cast<size_t>(got);
+      transfer.data += got;
+      transfer.left -= static_cast<size_t>(got);
     }
     // With two connections, the missing bytes may have arrived over the other one.
-    if (ended && job.left > 0) OnConnectionLost(peer, *ended);
-    if (job.left > 0 && job.left == before) break;
+    if (ended && transfer.left > 0) OnConnectionLost(peer, *ended);
+    if (transfer.left > 0 && transfer.left == before) break;
     moved = true;
-    if (job.left > 0) continue;
+    if (transfer.left > 0) continue;
     state.receives.FinishFirst();
   }
   return moved;

@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "transport/tcp/transport.h"
+#include "transport/tcp/tcp_transport.h"
 
 namespace hororing {
 namespace {

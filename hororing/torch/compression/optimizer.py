@@ -97,7 +97,7 @@ class CompressingReducer(Reducer):
         bucket = Bucket(name, named, method, self.memory, self._driver)
         for position, gradient in enumerate(gradients):
             gradient.join(bucket, position)
-            gradient.weight = BATCH_BYTES  # so it is not sent with others
+            gradient.share = BATCH_BYTES  # so it is not sent with others
         self.buckets[part] = bucket
         self._groups.append(bucket)
 

@@ -48,7 +48,7 @@ void Tell(Coordinator& coordinator, int rank, std::vector<Request> fresh,
 }
 
 std::vector<Decision> Decisions(Coordinator& coordinator) {
-  const auto agreement = coordinator.Decide();
+  const auto agreement = coordinator.TakeAgreement();
   if (!agreement) return {};
   Agreement travelled;
   CHECK(Decode(Encode(*agreement), &travelled));
@@ -114,7 +114,7 @@ TEST(what_was_ready_before_its_set_was_removed_reaches_the_old_members) {
     Tell(coordinator, rank, {Control(Collective::kRemoveProcessSet, {}, set)});
     Tell(coordinator, rank, {Control(Collective::kAddProcessSet, {0})});
   }
-  const auto agreement = coordinator.Decide();
+  const auto agreement = coordinator.TakeAgreement();
   CHECK_EQ(agreement->decisions.size(), size_t{3});
   CHECK_EQ(coordinator.PartFor({1}, *agreement)->decisions.size(), size_t{3});
 }
@@ -173,14 +173,14 @@ TEST(ranks_that_add_different_sets_are_told_of_one_another) {
 
 TEST(a_set_decides_without_the_others_and_concerns_only_its_members) {
   Coordinator coordinator = MakeCoordinator(4);
-  CHECK(coordinator.world_only());
+  CHECK(coordinator.only_world());
   const int32_t set = static_cast<int32_t>(AddSet(coordinator, 4, {1, 3}));
-  CHECK(!coordinator.world_only());
+  CHECK(!coordinator.only_world());
   Tell(coordinator, 0, {Allreduce("x")});  // another tensor, in the world
   Tell(coordinator, 3, {Allreduce("x", set)});
-  CHECK(!coordinator.Decide().has_value());
+  CHECK(!coordinator.TakeAgreement().has_value());
   Tell(coordinator, 1, {Allreduce("x", set)});
-  const auto agreement = coordinator.Decide();
+  const auto agreement = coordinator.TakeAgreement();
   CHECK_EQ(agreement->decisions.size(), size_t{1});
   CHECK_EQ(agreement->decisions[0].process_set, set);
   CHECK(!coordinator.PartFor({0}, *agreement).has_value());
@@ -267,7 +267,7 @@ TEST(what_was_evicted_is_forgotten_although_a_rank_has_joined) {
   uint64_t sequence = 0;
   for (int i = 0; i < 8; ++i) {
     for (int rank : {0, 1}) Tell(coordinator, rank, {Allreduce("y" + std::to_string(i))});
-    sequence = coordinator.Decide()->sequence;
+    sequence = coordinator.TakeAgreement()->sequence;
   }
   Tell(coordinator, 0, {}, {id}, sequence);  // may still come: rank 1 has not applied the eviction
   CHECK_EQ(coordinator.AllWaiting().size(), size_t{1});

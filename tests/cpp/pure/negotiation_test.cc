@@ -98,38 +98,38 @@ TEST(a_request_is_agreed_once_every_rank_has_reported_it) {
   Coordinator coordinator(Options(3));
   coordinator.Receive(2, Fresh({Allreduce("x")}), 0);
   coordinator.Receive(0, Fresh({Allreduce("x")}), 0);
-  CHECK(!coordinator.Decide().has_value());
+  CHECK(!coordinator.TakeAgreement().has_value());
   coordinator.Receive(1, Fresh({Allreduce("x")}), 2);
-  const auto agreement = coordinator.Decide();
+  const auto agreement = coordinator.TakeAgreement();
   CHECK(agreement.has_value());
   CHECK_EQ(agreement->decisions.size(), size_t{1});
   CHECK(agreement->decisions[0].kind == Decision::Kind::kRun);
   CHECK_EQ(agreement->decisions[0].details().name, std::string("x"));
-  CHECK(!coordinator.Decide().has_value());
+  CHECK(!coordinator.TakeAgreement().has_value());
 }
 
 TEST(cached_reports_are_agreed_by_id_and_mix_with_full_ones) {
   Coordinator coordinator(Options(2));
   for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("x")}), 0);
-  const uint64_t id = coordinator.Decide()->decisions[0].cache_id;
+  const uint64_t id = coordinator.TakeAgreement()->decisions[0].cache_id;
   CHECK(id != 0);
   Report cached;
   cached.cached = {id};
   for (int rank : {1, 0}) coordinator.Receive(rank, cached, 1);
-  auto agreement = coordinator.Decide();
+  auto agreement = coordinator.TakeAgreement();
   CHECK_EQ(agreement->decisions[0].cache_id, id);
   CHECK(agreement->decisions[0].details().name.empty());
 
   // Rank 1 changes the shape: rank 0's id still stands for the old one.
   coordinator.Receive(0, cached, 2);
   coordinator.Receive(1, Fresh({Allreduce("x", {5})}), 2);
-  agreement = coordinator.Decide();
+  agreement = coordinator.TakeAgreement();
   CHECK(agreement->decisions[0].kind == Decision::Kind::kFail);
   CHECK(Contains(agreement->decisions[0].details().status.message(), "rank 0: [4]; rank 1: [5]"));
 
   // Both ranks change it, which makes a new id.
   for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("x", {5})}), 3);
-  agreement = coordinator.Decide();
+  agreement = coordinator.TakeAgreement();
   CHECK(agreement->decisions[0].kind == Decision::Kind::kRun);
   CHECK(agreement->decisions[0].cache_id != id);
 }
@@ -143,7 +143,7 @@ TEST(weights_are_told_with_every_decision_and_a_bad_one_is_an_error_for_all) {
     return request;
   };
   const auto decided = [&] {
-    const std::string message = Encode(*coordinator.Decide());
+    const std::string message = Encode(*coordinator.TakeAgreement());
     Agreement agreement;
     CHECK(Decode(message, &agreement));
     return agreement.decisions;
@@ -200,7 +200,7 @@ TEST(gathered_rows_travel_with_the_agreement_and_are_cached) {
   Coordinator coordinator(Options(2));
   coordinator.Receive(0, Fresh({Allgather("g", 2)}), 0);
   coordinator.Receive(1, Fresh({Allgather("g", 0)}), 0);
-  auto agreement = coordinator.Decide();
+  auto agreement = coordinator.TakeAgreement();
   CHECK(agreement->decisions[0].details().rows == (std::vector<int64_t>{2, 0}));
   const uint64_t id = agreement->decisions[0].cache_id;
   // Rank 1 gathers more rows this time; rank 0 does not.
@@ -208,7 +208,7 @@ TEST(gathered_rows_travel_with_the_agreement_and_are_cached) {
   cached.cached = {id};
   coordinator.Receive(0, cached, 1);
   coordinator.Receive(1, Fresh({Allgather("g", 7)}), 1);
-  agreement = coordinator.Decide();
+  agreement = coordinator.TakeAgreement();
   CHECK(agreement->decisions[0].details().rows == (std::vector<int64_t>{2, 7}));
 }
 
@@ -217,16 +217,16 @@ TEST(evicted_ids_are_understood_until_every_rank_knows) {
   options.cache_capacity = 1;
   Coordinator coordinator(options);
   for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("a")}), 0);
-  const uint64_t a = coordinator.Decide()->decisions[0].cache_id;
+  const uint64_t a = coordinator.TakeAgreement()->decisions[0].cache_id;
   for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("b")}), 1);
-  auto agreement = coordinator.Decide();
+  auto agreement = coordinator.TakeAgreement();
   CHECK(agreement->evicted == std::vector<uint64_t>{a});
   // Both reports of `a` were in transit when the eviction was agreed.
   Report late;
   late.applied = 1;
   late.cached = {a};
   for (int rank : {0, 1}) coordinator.Receive(rank, late, 2);
-  agreement = coordinator.Decide();
+  agreement = coordinator.TakeAgreement();
   CHECK_EQ(agreement->decisions[0].details().name, std::string("a"));
   CHECK_EQ(agreement->decisions[0].cache_id, uint64_t{0});
 }
@@ -247,7 +247,7 @@ TEST(the_text_of_a_mismatch_does_not_depend_on_who_came_first) {
   do {
     Coordinator coordinator(Options(3));
     for (int rank : order) coordinator.Receive(rank, Fresh({Allreduce("x", {rank})}), 0);
-    texts.insert(coordinator.Decide()->decisions[0].details().status.message());
+    texts.insert(coordinator.TakeAgreement()->decisions[0].details().status.message());
   } while (std::next_permutation(order.begin(), order.end()));
   CHECK_EQ(texts.size(), size_t{1});
   CHECK(Contains(*texts.begin(), "rank 0: [0]; rank 1: [1]; rank 2: [2]"));
@@ -291,7 +291,7 @@ TEST(what_all_have_reported_goes_at_once) {
   CHECK_EQ(coordinator.NextDeadline(), kSecond / 2);  // to check that rank 1 is alive
   coordinator.Receive(1, Fresh({Allreduce("a")}), 10);
   CHECK_EQ(coordinator.NextDeadline(), TimeNs{0});
-  CHECK_EQ(coordinator.Decide()->decisions.size(), size_t{1});
+  CHECK_EQ(coordinator.TakeAgreement()->decisions.size(), size_t{1});
 }
 
 // One message is enough, because all ranks cut the agreement at the threshold in the same way.
@@ -303,12 +303,12 @@ TEST(one_agreement_has_all_that_is_ready_in_the_order_of_calls) {
     if (name == "barrier") request.kind = Collective::kBarrier, request.tensors.clear();
     for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({request}), 0);
   }
-  const auto agreement = coordinator.Decide();
+  const auto agreement = coordinator.TakeAgreement();
   CHECK_EQ(agreement->decisions.size(), order.size());
   for (size_t i = 0; i < order.size(); ++i) {
     CHECK_EQ(agreement->decisions[i].details().name, order[i]);
   }
-  CHECK(!coordinator.Decide().has_value());
+  CHECK(!coordinator.TakeAgreement().has_value());
 }
 
 TEST(leaving_fails_nothing_that_was_ready_before) {
@@ -318,7 +318,7 @@ TEST(leaving_fails_nothing_that_was_ready_before) {
   leaving.leaving = true;
   leaving.reason = "KeyError: 'x'";
   coordinator.Receive(1, leaving, 0);
-  const auto agreement = coordinator.Decide();
+  const auto agreement = coordinator.TakeAgreement();
   CHECK_EQ(agreement->decisions.size(), size_t{2});
   CHECK(agreement->decisions[0].kind == Decision::Kind::kRun);
   CHECK(agreement->decisions[1].kind == Decision::Kind::kLeave);
@@ -326,7 +326,7 @@ TEST(leaving_fails_nothing_that_was_ready_before) {
            std::string("rank 1 has shut down (KeyError: 'x'). All ranks must make the same calls: "
                        "check whether rank 1 had fewer batches."));
   coordinator.Receive(0, Fresh({Allreduce("b")}), 1);
-  CHECK(!coordinator.Decide().has_value());
+  CHECK(!coordinator.TakeAgreement().has_value());
 }
 
 TEST(a_warning_tells_what_missing_ranks_say) {
@@ -360,7 +360,7 @@ TEST(stalls_are_warned_about_at_doubling_intervals_and_then_abort) {
       warned.push_back(now / kSecond);
       text = warning;
     }
-    const auto agreement = coordinator.Decide();
+    const auto agreement = coordinator.TakeAgreement();
     if (!agreement) continue;
     CHECK(agreement->decisions[0].kind == Decision::Kind::kAbort);
     CHECK(agreement->decisions[0].details().status.code() == Code::kStalled);
@@ -383,11 +383,11 @@ TEST(a_name_that_waits_in_every_step_does_not_add_up_to_a_stall) {
     coordinator.Receive(0, Fresh({Allreduce("x")}), now);
     if (now > 0) coordinator.Receive(1, Fresh({Allreduce("y")}), now + kSecond / 4);
     CHECK_EQ(coordinator.InspectStalls(now + kSecond / 4).warning, std::string());
-    coordinator.Decide();
+    coordinator.TakeAgreement();
     coordinator.Receive(0, Fresh({Allreduce("y")}), now + kSecond / 2);
     coordinator.Receive(1, Fresh({Allreduce("x")}), now + kSecond * 3 / 4);
     CHECK_EQ(coordinator.InspectStalls(now + kSecond * 3 / 4).warning, std::string());
-    coordinator.Decide();
+    coordinator.TakeAgreement();
   }
 }
 
@@ -403,7 +403,7 @@ std::optional<Status> DeadlockWithin(int seconds, Coordinator& coordinator,
       if (says(rank, second)) coordinator.Receive(rank, report, now);
     }
     coordinator.InspectStalls(now);
-    const auto agreement = coordinator.Decide();
+    const auto agreement = coordinator.TakeAgreement();
     if (!agreement) continue;
     CHECK(agreement->decisions[0].kind == Decision::Kind::kAbort);
     CHECK(second >= 10);
@@ -450,7 +450,7 @@ TEST(a_deadlock_is_one_of_ranks_that_no_other_can_end) {
       add.name = "add";
       add.ranks = ranks;
       for (int rank = 0; rank < 4; ++rank) coordinator.Receive(rank, Fresh({add}), 0);
-      coordinator.Decide();
+      coordinator.TakeAgreement();
     }
     coordinator.Receive(0, Fresh({in_set("a", 1)}), 0);
     coordinator.Receive(1, Fresh({in_set("b", 1)}), 0);
@@ -505,7 +505,7 @@ TEST(nobody_is_blocked_any_more_when_what_may_have_blocked_them_is_decided) {
     for (const int rank : {0, 1, 2}) coordinator.Receive(rank, Fresh({add}), 0);
     for (const int rank : {0, 1, 2}) coordinator.Receive(rank, Fresh({Allreduce("x")}), 0);
     for (const int rank : {1, 2}) coordinator.Receive(rank, Fresh({y}), 0);
-    CHECK_EQ(coordinator.Decide()->decisions.size(), size_t{3});
+    CHECK_EQ(coordinator.TakeAgreement()->decisions.size(), size_t{3});
     coordinator.Receive(1, each.y, kSecond);
     for (const int rank : {1, 2}) coordinator.Receive(rank, each.x, kSecond);
     TimeNs now = kSecond;
@@ -514,7 +514,7 @@ TEST(nobody_is_blocked_any_more_when_what_may_have_blocked_them_is_decided) {
       if (!each.by_runs) CHECK(coordinator.InspectStalls(now).abort.ok());
     }
     coordinator.Receive(0, each.late, now);
-    CHECK_EQ(coordinator.Decide()->decisions.size(), size_t{1});
+    CHECK_EQ(coordinator.TakeAgreement()->decisions.size(), size_t{1});
     CHECK(coordinator.InspectStalls(now + kSecond).abort.ok());
     for (int more = 0; more < 12; ++more) {  // the next deadlock takes its time again
       now += kSecond;
@@ -603,7 +603,7 @@ TEST(random_schedules_decide_everything_exactly_once) {
         CHECK(static_cast<int>(member.known.size()) <= options.cache_capacity);
         member.applied = agreement.sequence;
       }
-      if (const auto agreement = coordinator.Decide()) {
+      if (const auto agreement = coordinator.TakeAgreement()) {
         Agreement decoded;
         CHECK(Decode(Encode(*agreement), &decoded));
         decided += static_cast<int>(Apart(decoded.decisions).size());

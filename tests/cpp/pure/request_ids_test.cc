@@ -44,7 +44,7 @@ class World {
   // Returns the decisions in order: "run x as 1", "fail y: why", "forget z".
   std::vector<std::string> Decide() {
     std::vector<std::string> said;
-    while (const auto agreement = coordinator.Decide()) {
+    while (const auto agreement = coordinator.TakeAgreement()) {
       sequence_ = agreement->sequence;
       decisions += static_cast<int>(agreement->decisions.size());
       for (const Decision& decision : agreement->decisions) {
@@ -210,7 +210,7 @@ TEST(requests_of_a_process_set_wait_for_its_members_alone) {
   add.ranks = {1, 3};
   for (int rank = 0; rank < 4; ++rank) world.Report(rank, {add}, 0);
   const int32_t set =
-      static_cast<int32_t>(world.coordinator.Decide()->decisions.at(0).details().rows.at(0));
+      static_cast<int32_t>(world.coordinator.TakeAgreement()->decisions.at(0).details().rows.at(0));
   std::vector<Request> step;
   for (int i = 0; i < 6; ++i) step.push_back(Allreduce("t" + std::to_string(i), 4, set));
   for (const Request& request : step) world.Asks(request);
@@ -251,7 +251,7 @@ TEST(what_waits_by_its_id_is_a_stall_in_time) {
   Report report;
   report.fresh = {Allreduce("a"), Allreduce("b")};
   for (int rank = 0; rank < 2; ++rank) coordinator.Receive(rank, report, 0);
-  const Agreement agreed = *coordinator.Decide();
+  const Agreement agreed = *coordinator.TakeAgreement();
   report.fresh.clear();
   for (const Decision& decision : agreed.decisions) report.cached.push_back(decision.cache_id);
   coordinator.Receive(1, report, 10 * kSecond);
@@ -262,7 +262,7 @@ TEST(what_waits_by_its_id_is_a_stall_in_time) {
   CHECK(warning.find(both) != std::string::npos);
   CHECK(coordinator.NextDeadline() > 12 * kSecond);
   coordinator.Receive(0, report, 13 * kSecond);
-  CHECK_EQ(coordinator.Decide()->decisions.size(), size_t{1});
+  CHECK_EQ(coordinator.TakeAgreement()->decisions.size(), size_t{1});
   CHECK_EQ(coordinator.NextDeadline(), kForever);
 }
 

@@ -25,7 +25,7 @@
 #include "check.h"
 #include "transport/bootstrap.h"
 #include "transport/factory.h"
-#include "transport/tcp/transport.h"
+#include "transport/tcp/tcp_transport.h"
 #include "transport_conformance.h"
 #include "world.h"
 
@@ -315,14 +315,14 @@ TEST(what_one_connection_has_brought_counts_although_the_other_has_ended) {
   Handshake accepting = Handshake::Accepting(Options().key, 1);
   Handshake::State one = Handshake::State::kUnderWay, other = one;
   for (const TimeNs end = Soon(); NowNs() < end;) {
-    world->Move();
+    world->Progress();
     if (!made) made = Accept(places.listeners[1].fd());
     if (made && one == Handshake::State::kUnderWay) one = accepting.Advance(made.fd());
     if (other == Handshake::State::kUnderWay) other = connecting.Advance(taken.fd());
     if (one == Handshake::State::kDone && other == Handshake::State::kDone) break;
   }
   CHECK_OK(world->Wait(sending, Soon()));
-  for (int look = 0; look < 100; ++look) world->Move();  // ends the handshake
+  for (int look = 0; look < 100; ++look) world->Progress();  // ends the handshake
   CHECK_EQ(SendSome(taken.fd(), "x", 1), 1);
   made = Socket();
   CHECK_OK(world->Wait(world->Receive(1, &in, 1), Soon()));
@@ -343,7 +343,7 @@ TEST(a_failure_spreads_among_many_ranks_by_few_connections) {
   std::vector<Socket> called;
   const auto calls = [&] {
     const TimeNs end = After(NowNs(), 200 * kMillisecond);
-    while (NowNs() < end) world->Move();
+    while (NowNs() < end) world->Progress();
     std::vector<int> ranks;
     for (int rank = 1; rank < kRanks; ++rank) {
       while (Socket call = Accept(places.listeners[static_cast<size_t>(rank)].fd())) {
@@ -482,7 +482,7 @@ TEST(a_forked_child_does_not_keep_the_end_of_its_parent_from_the_others) {
   std::string message;
   world[1]->Post(0, "connected");
   for (const TimeNs end = Soon(); !world[0]->Poll(&peer, &message) && NowNs() < end;) {
-    world[1]->Move();
+    world[1]->Progress();
   }
   CHECK_EQ(message, "connected");
   const pid_t child = fork();
@@ -492,7 +492,7 @@ TEST(a_forked_child_does_not_keep_the_end_of_its_parent_from_the_others) {
   }
   world[1].reset();
   const TimeNs end = After(NowNs(), 10 * kSecond);
-  while (world[0]->CheckPeers().ok() && NowNs() < end) world[0]->Move();
+  while (world[0]->CheckPeers().ok() && NowNs() < end) world[0]->Progress();
   CHECK_EQ(world[0]->CheckPeers().message(), "rank 1 died");
   kill(child, SIGKILL);
   CHECK_EQ(waitpid(child, nullptr, 0), child);

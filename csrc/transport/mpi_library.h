@@ -1,7 +1,7 @@
-// MpiTransport: a Transport over its own MPI communicator, a duplicate of the given one. Only the
-// folder transport/mpi includes <mpi.h>. It is built as a separate library for each ABI of MPI
-// (libhororing_mpi_openmpi and others). The core loads one only if a job has more than one rank, so
-// a job of one rank neither needs nor initialises MPI.
+// What a library of MPI exports: it makes a MpiTransport, over its own MPI communicator, a
+// duplicate of the given one. Only the folder transport/mpi includes <mpi.h>. It is built as a
+// separate library for each ABI of MPI (libhororing_mpi_openmpi and others). The core loads one
+// only if a job has more than one rank, so a job of one rank neither needs nor initialises MPI.
 //
 // The library is not linked to MPI: a matching MPI library must be loaded before it, with visible
 // symbols (hororing/mpi.py).

@@ -63,7 +63,7 @@ class TcpTransport final : public Transport {
 
   void Post(int peer, std::string message) override;
   bool Poll(int* peer, std::string* message) override;
-  bool Move() override;
+  bool Progress() override;
   void Sleep(TimeNs deadline) override;
   void Wake() override;
   Status CheckPeers() override;

@@ -1,4 +1,4 @@
-// MpiTransport, for the files of this folder. All others include transport/mpi_transport.h.
+// MpiTransport, for the files of this folder. All others include transport/mpi_library.h.
 //
 //   data_plane.cc     Send, Receive, Wait: through staging buffers, on a communicator of its own
 //   control_plane.cc  Post, Poll, Sleep, announcements of failures, Close: on another one
@@ -27,9 +27,6 @@
 
 namespace hororing {
 
-// Nothing wakes a rank that waits for data, so it polls often.
-constexpr TimeNs kLongestDataSleep = 100 * kMicrosecond, kLongestIdleSleep = kMillisecond;
-
 class MpiTransport final : public Transport {
  public:
   // Takes ownership of the communicators.
@@ -47,7 +44,7 @@ class MpiTransport final : public Transport {
 
   void Post(int peer, std::string message) override;
   bool Poll(int* peer, std::string* message) override;
-  bool Move() override { return ProgressControl() | ProgressData(); }
+  bool Progress() override { return ProgressControl() | ProgressData(); }
   void Sleep(TimeNs deadline) override;
   void Wake() override { bell_.Ring(); }
   void WatchProcesses(std::vector<ProcessIdentity> of_ranks, std::vector<bool> here) override;
@@ -65,14 +62,14 @@ class MpiTransport final : public Transport {
     MPI_Request request;
     std::byte* into;  // receives: the destination of the bytes
     size_t bytes;
-    bool last;  // of its job
+    bool last;  // of its transfer
   };
   struct Message {
     std::string text;
     MPI_Request request;
     int tag;
   };
-  // A job is the part of a transfer that is not yet staged (sends) or started (receives).
+  // A Transfer is the part that is not yet staged (sends) or started (receives).
   struct Peer : PeerTransfers {
     std::deque<Piece> sending, receiving;
     std::deque<std::string> outbox;  // not yet given to MPI
