@@ -54,8 +54,9 @@ inline void PlayOn(const Hosts& hosts, const EngineConfig& base,
         *world = std::move(worlds[static_cast<size_t>(rank)]);
         return Status::Ok();
       };
-      CHECK_OK(Start(config, make_world, &player));
-      script(player);
+      const Status started = Start(config, make_world, &player);
+      CHECK_OK(started);
+      if (started.ok()) script(player);
       if (player.engine != nullptr) CHECK(player.engine->Shutdown("", kTestTimeout));
     });
   }

@@ -95,7 +95,8 @@ TEST(what_somebody_waits_or_polls_for_is_reported_at_once) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     CHECK_EQ(player.engine->stats().control_messages_sent.load(), int64_t{0});
     CHECK(player.engine->Poll(first) == HandleState::kPending);
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    const TimeNs soon = After(NowNs(), kTestTimeout / 4);
+    while (player.engine->stats().control_messages_sent == 0 && NowNs() < soon) sched_yield();
     CHECK_OK(player.Submit("late", late, ReduceOp::kSum, &second));
     CHECK_OK(player.Wait(second));
     CHECK_OK(player.Wait(first));
