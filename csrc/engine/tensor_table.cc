@@ -80,8 +80,8 @@ size_t TensorTable::Start(const Restart* restarts, const uintptr_t* addresses, s
   size_t started = 0;
   for (; started < count; ++started) {
     const Restart& restart = restarts[started];
-    TensorEntry* const entry =
-        Inactive(restart.id - first_id_);  // null for id 0, which wraps around
+    // Id 0, of a request that was not started, wraps around to no entry.
+    TensorEntry* const entry = Inactive(restart.id - first_id_);
     if (entry == nullptr || entry->request.weight.has_value() != restart.weight.has_value()) break;
     TensorView& view = entry->views[0];
     if (addresses[started] == 0 && view.elements() > 0) break;
