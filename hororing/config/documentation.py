@@ -42,8 +42,8 @@ def markdown() -> str:
             "as not set. If our variable is not set, Horovod's name is accepted. A variable "
             "marked *all* must be the same on every rank, which `init()` checks. For one marked "
             "*rank 0*, only the value of rank 0 counts. `hororun` passes these variables to all "
-            "hosts; with mpirun, use `-x NAME`. [Launching](launching.md#without-a-launcher) has the "
-            "variables that give a process its rank."
+            "hosts; with mpirun, use `-x NAME`. [Launching](launching.md#without-a-launcher) has "
+            "the variables that give a process its rank."
         ),
         "",
     ]
