@@ -217,7 +217,7 @@ TEST(an_abort_reaches_the_peers_with_its_reason) {
 TEST(a_stall_fails_the_job_after_the_shutdown_time) {
   EngineConfig config;
   // Also the limit of silence: on a busy machine, a thread may wait for long until it runs.
-  config.stall.shutdown_ns = 1500 * kMillisecond;
+  config.stall.shutdown_ns = 4 * kSecond;
   Play(2, config, [](Player& player) {
     std::vector<float> data(4, 1.0f);
     if (player.rank == 0) {

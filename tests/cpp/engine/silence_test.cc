@@ -85,7 +85,7 @@ TEST(all_others_end_when_a_rank_is_stopped_whichever_it_is) {
 
 TEST(a_stopped_coordinator_is_a_stall_where_that_limit_is_set) {
   EngineConfig config;
-  config.stall.shutdown_ns = 700 * kMillisecond;
+  config.stall.shutdown_ns = 2 * kSecond;
   PlayStopped({0, 1, 1}, 0, config, [](const Status& status) {
     CHECK(status.code() == Code::kStalled);
     CHECK_EQ(status.rank(), 0);

@@ -350,7 +350,7 @@ TEST(a_result_that_is_waited_for_in_a_captured_stream_is_refused_with_a_way_out)
 TEST(a_collective_that_hangs_on_the_device_fails_the_engine_by_the_deadline) {
   EngineConfig config = CudaConfig();
   InStep step(2);
-  auto with_deadline = [](int, EngineConfig& each) { each.timeout_ns = 300 * kMillisecond; };
+  auto with_deadline = [](int, EngineConfig& each) { each.timeout_ns = 1500 * kMillisecond; };
   Play(
       2, config,
       [&](Player& player) {
