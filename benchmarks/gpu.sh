@@ -124,5 +124,5 @@ part "check-$gpus-nccl" 60 "${by_nccl[@]}" "${launch[@]}" "$gpus" \
   "$python" benchmarks/gpu_check.py "$results/gpu_check_${gpus}_nccl.json"
 part "step-$gpus-nccl" 90 "${by_nccl[@]}" "${launch[@]}" "$gpus" "$python" benchmarks/gpu_step.py \
   ${quick[@]+"${quick[@]}"} --json "$results/gpu_step_$gpus.json"
-[[ -n "${FAKE_GPU:-}" ]] || part faults 120 "${by_nccl[@]}" "$python" benchmarks/gpu_faults.py
+[[ -n "${FAKE_GPU:-}" ]] || part faults 180 "${by_nccl[@]}" "$python" benchmarks/gpu_faults.py
 exit $failed

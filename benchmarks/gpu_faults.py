@@ -1,10 +1,10 @@
 """Checks that a rank on a GPU gets an error in time when its peer fails, and stays usable.
 
-    python benchmarks/gpu_faults.py [killed stopped stuck raised killed_far_ahead]
+    python benchmarks/gpu_faults.py [killed stopped stuck raised killed_far_ahead elastic]
 
-Each case starts two ranks of its own, which train through NCCL if they can. If they share a GPU,
-this needs NCCL 2.30 (HORORING_NCCL_LIBRARY); otherwise set HORORING_GPU=staged. The exit code is 1
-if a case fails.
+Each case starts two ranks of its own, which train through NCCL if they can; `elastic` starts an
+elastic job of three. If they share a GPU, this needs NCCL 2.30 (HORORING_NCCL_LIBRARY); otherwise
+set HORORING_GPU=staged. The exit code is 1 if a case fails.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -154,11 +156,81 @@ def judge(name: str) -> str:
     return ""
 
 
+def train_elastic(killed: Path) -> None:
+    """Run as a rank of an elastic job until it has lost a rank, grown again, and trained on.
+
+    The rank that dies creates the file `killed` before.
+    """
+    import torch
+
+    import hororing.torch as hvd
+
+    hvd.init()
+    torch.cuda.set_device(hvd.rank() % torch.cuda.device_count())
+    model = torch.nn.Linear(1024, 1024).cuda()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters()
+    )
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    end = time.monotonic() + 4 * MARGIN_S
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TorchState) -> None:
+        size, again, first = hvd.size(), killed.exists(), state.step
+        if hvd.rank() == 0:
+            print(f"{size} ranks from step {state.step} on;", end=" ", flush=True)
+        while not (again and size == 3 and state.step >= first + 50):
+            if not again and hvd.rank() == 1 and state.step == 30:
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            model(torch.full((8, 1024), float(hvd.rank()), device="cuda")).sum().backward()
+            optimizer.step()
+            # The bias has the gradient 8 on each rank: its mean shows a lost or a doubled share.
+            torch.testing.assert_close(model.bias.grad, torch.full_like(model.bias, 8))
+            state.step += 1
+            if state.step % 10 == 0:
+                state.commit()
+            assert time.monotonic() < end, "the job has not grown again"
+
+    train(state)
+    weights = hvd.allgather(model.weight.detach()[None], name="weights")
+    assert (weights == weights[0]).all(), "the ranks have different weights"
+    if hvd.rank() == 0:
+        print(f"ended with {hvd.size()} ranks", flush=True)
+
+
+def judge_elastic() -> str:
+    """Run the case `elastic`; return what is wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = subprocess.Popen(
+            [
+                sys.executable, "-m", "hororing.hororun", "--no-tag-output", "-np", "3",
+                "--min-np", "2", sys.executable, __file__, "--elastic", f"{folder}/killed",
+            ],
+            env={**os.environ, "HORORING_TIMEOUT_S": str(LIMIT_S)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            out, err = job.communicate(timeout=5 * MARGIN_S)
+        except subprocess.TimeoutExpired:
+            job.terminate()
+            out, err = job.communicate()
+    print(f"elastic: {out.strip()}; {job.returncode}", flush=True)
+    return "" if job.returncode == 0 and "ended with 3 ranks" in out else err[-2000:] or out
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--rank"]:
         train(sys.argv[2])
         return 0
-    wrong = {name: judge(name) for name in sys.argv[1:] or CASES}
+    if sys.argv[1:2] == ["--elastic"]:
+        train_elastic(Path(sys.argv[2]))
+        return 0
+    wrong = {
+        name: judge_elastic() if name == "elastic" else judge(name)
+        for name in sys.argv[1:] or [*CASES, "elastic"]
+    }
     for name, text in wrong.items():
         print(f"{name:<24} {text or 'ok'}")
     return 1 if any(wrong.values()) else 0
