@@ -25,15 +25,22 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
 
     Raises
     ------
-    ValueError, OSError : a variable or a file is invalid; the text names it.
+    ValueError : a variable is invalid, or its file cannot be read; the text names it.
     """
     if nodes := environ.get("SLURM_JOB_NODELIST"):
         return Allocation("Slurm", _slurm(nodes, environ.get("SLURM_TASKS_PER_NODE", "")))
     # One line or word for each slot.
     for scheduler, variable in (("PBS", "PBS_NODEFILE"), ("LSF", "LSB_DJOB_HOSTFILE")):
         if path := environ.get(variable):
-            with open(path, encoding="utf-8") as file:
-                return Allocation(scheduler, _counted(variable, file.read().split()))
+            try:
+                with open(path, encoding="utf-8") as file:
+                    lines = file.read().split()
+            except OSError as error:
+                raise ValueError(
+                    f"{variable}={path} cannot be read ({error.strerror}); unset it if this is "
+                    f"no job of {scheduler}, or pass --hosts or --hostfile"
+                ) from None
+            return Allocation(scheduler, _counted(variable, lines))
     if names := environ.get("LSB_HOSTS"):
         return Allocation("LSF", _counted("LSB_HOSTS", names.split()))
     return None

@@ -76,7 +76,10 @@ class Store(Server):
             )
         there = self._peers.get(hello.rank)
         if there is not None:
-            raise Refusal(f"{hello.title()} claims the rank of {there.hello.title()}")
+            raise Refusal(
+                f"{hello.title()} claims the rank of {there.hello.title()}; start the ranks with "
+                "one launcher, not with torchrun or mpirun inside a rank of another"
+            )
         if hello.rank in self.lost:
             raise Refusal(
                 f"{hello.title()} is too late: {self.lost[hello.rank]}", again=self._one_start

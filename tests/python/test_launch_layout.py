@@ -238,7 +238,12 @@ STEP = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
             "SLURM_JOB_NODELIST: hosts: 'a[b' is not understood",
         ),
         ({"PBS_NODEFILE": "/dev/null"}, "", 2, "PBS_NODEFILE: it names no host"),
-        ({"PBS_NODEFILE": "/none/such"}, "", 2, "No such file or directory: '/none/such'"),
+        (
+            {"PBS_NODEFILE": "/none/such"},
+            "",
+            2,
+            "=/none/such cannot be read (No such file or directory); unset it",
+        ),
     ],
 )
 def test_a_job_goes_to_the_hosts_of_its_allocation(
