@@ -44,9 +44,11 @@ class BroadcastGlobalVariablesCallback(fit_callbacks.Broadcast, keras.callbacks.
             optimizer.build(self.model.trainable_variables)
 
     def _uses(self, optimizer: Any) -> bool | None:
-        if not isinstance(optimizer, Distributed):
-            return None
-        return optimizer._hororing.was_called or not optimizer._settings.reduces
+        if isinstance(optimizer, Distributed):
+            return optimizer._hororing.was_called or not optimizer._settings.reduces
+        # A MultiOptimizer may have distributed ones.
+        parts = [self._uses(part) for part in getattr(optimizer, "optimizers", ())]
+        return any(parts) if parts and None not in parts else None
 
     def _send(self, variables: list[Any]) -> None:
         broadcast_variables(variables, self.root_rank)

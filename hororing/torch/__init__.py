@@ -12,6 +12,11 @@ All names and recipes: docs/pytorch.md.
 
 from __future__ import annotations
 
+import torch
+
+if not hasattr(torch.amp, "GradScaler"):
+    raise ImportError(f"hororing.torch needs PyTorch 2.3 or later, not {torch.__version__}")
+
 from hororing.torch import elastic, mpi_ops, state
 from hororing.torch.compression import Compression
 from hororing.torch.mpi_ops import *  # noqa: F403

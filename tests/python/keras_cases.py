@@ -514,6 +514,20 @@ def case_a_mismatch_names_the_ranks_and_the_job_goes_on():
 # -- what an optimizer is --------------------------------------------------------------------------
 
 
+def case_a_multi_optimizer_of_distributed_ones():
+    def multi(wrap):
+        kernels, biases = wrap(sgd()), wrap(keras.optimizers.Adam(0.01))
+        return keras.optimizers.MultiOptimizer(
+            lambda variable: kernels if len(variable.shape) > 1 else biases
+        )
+
+    expected, model = network(), network()
+    fit(expected, multi(lambda plain: plain), alone=True)
+    fit(model, multi(hvd.DistributedOptimizer), callbacks=[Broadcast(0)])
+    assert_same_weights(model, expected)
+    assert_equal_on_all_ranks(model)
+
+
 def case_the_optimizer_stays_what_it_was():
     plain = keras.optimizers.Adam(0.01)
     optimizer = hvd.DistributedOptimizer(plain)

@@ -1,7 +1,7 @@
 """Process groups of torch.distributed over hororing: their ranks, messages, barriers, ends.
 
 Cases on 3 ranks in the job of the other files of PyTorch: push tier, 4 s. Ranks without a launcher,
-and one that dies: push tier, 5 s.
+one that dies, and an older PyTorch: push tier, 8 s.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ OP = dist.ReduceOp
 
 def case_init() -> None:
     dist.init_process_group("hororing", timeout=timedelta(seconds=150))
+
+
+def case_a_group_of_gloo() -> None:
+    """Before `use_local_synchronization`: ranks of torch 2.14 name later groups differently."""
+    other = dist.new_group(backend="gloo")
+    dist.monitored_barrier(other, timedelta(seconds=60))
 
 
 def case_groups_in_any_order() -> None:
@@ -254,8 +260,6 @@ def case_a_monitored_barrier_names_who_is_missing() -> None:
            lambda: dist.monitored_barrier(group, 0.1, True))  # fmt: skip
     if rank == 0:
         dist.barrier()
-    other = dist.new_group(backend="gloo")
-    dist.monitored_barrier(other, timedelta(seconds=60))
     # Errors of torch itself.
     raises(RuntimeError, "No device associated",
            lambda: dist.split_group(split_ranks=[[0, 1], [2]]))  # fmt: skip
@@ -372,3 +376,26 @@ def test_torch_finds_the_backend() -> None:
     hororing_torch_backend.register()
     hororing_torch_backend.register()  # has no effect
     assert dist.Backend.HORORING == "hororing"
+
+
+OLDER = """
+import importlib, torch.distributed as dist
+import hororing.torch
+del dist.AllreduceOptions.asyncOp
+try:
+    import hororing.torch.distributed
+except ImportError as error:
+    print(error)
+del dist.torch.amp.GradScaler
+try:
+    importlib.reload(hororing.torch)
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_an_older_torch_is_refused():
+    ran = subprocess.run([sys.executable, "-c", OLDER], capture_output=True, text=True, check=True)
+    backend, package = ran.stdout.splitlines()
+    assert backend.startswith('the backend "hororing" needs a later PyTorch than')
+    assert package.startswith("hororing.torch needs PyTorch 2.3 or later, not")
