@@ -68,11 +68,12 @@ WAYS = ("plain", "hororing", "DDP", "DDP, bucket view")
 
 
 def start_ddp() -> None:
-    by_nccl = hvd.local_size() <= torch.cuda.device_count() or (
-        os.environ.get("HORORING_GPU") == "nccl" and torch.cuda.nccl.version() >= (2, 30)
+    by_nccl = torch.cuda.is_available() and (
+        hvd.local_size() <= torch.cuda.device_count()
+        or (os.environ.get("HORORING_GPU") == "nccl" and torch.cuda.nccl.version() >= (2, 30))
     )  # torch's own NCCL, which may be older than hororing's
     torch.distributed.init_process_group(
-        "nccl" if by_nccl and torch.cuda.is_available() else "gloo",
+        "nccl" if by_nccl else "gloo",
         init_method=f"tcp://127.0.0.1:{os.environ.get('DDP_PORT', '29517')}",
         rank=hvd.rank(),
         world_size=hvd.size(),

@@ -31,6 +31,7 @@ NOT_HERE = {
     "TorchTrainer(": "test_ray.py, where Ray is installed",
     "hororing.spark": "test_spark.py, where Spark is installed",
     "node1": "it needs other hosts; test_run.py runs the rest",
+    "node3": "it needs other hosts",
     "WeightsAndBiases": "it needs accounts",
     ", ...)": "it leaves arguments out",
     "(...)": "it leaves arguments out",
