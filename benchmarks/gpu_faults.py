@@ -215,7 +215,7 @@ def judge_elastic() -> str:
             out, err = job.communicate(timeout=5 * MARGIN_S)
         except subprocess.TimeoutExpired:
             job.terminate()
-            out, err = job.communicate()
+            out, err = job.communicate(timeout=MARGIN_S)
     print(f"elastic: {out.strip()}; {job.returncode}", flush=True)
     return "" if job.returncode == 0 and "ended with 3 ranks" in out else err[-2000:] or out
 
