@@ -32,6 +32,11 @@ def register() -> None:
     # It refuses every group whose backend is not called gloo.
     c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
     c10d.monitored_barrier = dist.monitored_barrier = _of_group(dist.monitored_barrier)
+    # torch 2.15 attaches its flight recorder to groups of backends that do not feed it, but cannot
+    # attach it to a group written in Python. hororing has its own.
+    attach = getattr(c10d, "_maybe_attach_flight_recorder", None)
+    if attach is not None:
+        c10d._maybe_attach_flight_recorder = _unless_ours(attach)
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -63,12 +68,25 @@ def _of_group(monitored_barrier: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(monitored_barrier)
     def call(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         asked = importlib.import_module("torch.distributed").group.WORLD if group is None else group
-        if type(asked).__module__.startswith("hororing."):
+        if _is_ours(asked):
             asked.monitored_barrier(timeout, wait_all_ranks)
         else:
             monitored_barrier(group, timeout, wait_all_ranks)
 
     return call
+
+
+def _unless_ours(attach: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(attach)
+    def call(group: Any, *args: Any, **kwargs: Any) -> None:
+        if not _is_ours(group):
+            attach(group, *args, **kwargs)
+
+    return call
+
+
+def _is_ours(group: Any) -> bool:
+    return type(group).__module__.startswith("hororing.")
 
 
 def _implementation() -> Any:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-# Older versions also lose the Python part of a Work, so DDP would wait forever.
+# Older versions than 2.8 also lose the Python part of a Work, so DDP would wait forever.
 if dist.is_available() and not hasattr(dist.AllreduceOptions, "asyncOp"):
     raise ImportError(
         f'the backend "hororing" needs a later PyTorch than {torch.__version__}, whose '
-        "AllreduceOptions has no asyncOp; install torch>=2.11, or use hororing.torch, or gloo"
+        "AllreduceOptions has no asyncOp; install torch>=2.8, or use hororing.torch, or gloo"
     )
 
 from hororing.torch.distributed.group import ProcessGroup
