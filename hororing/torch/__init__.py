@@ -15,7 +15,9 @@ from __future__ import annotations
 import torch
 
 if not hasattr(torch.amp, "GradScaler"):
-    raise ImportError(f"hororing.torch needs PyTorch 2.3 or later, not {torch.__version__}")
+    raise ImportError(
+        f"hororing.torch needs PyTorch 2.3 or later; {torch.__version__} lacks torch.amp.GradScaler"
+    )
 
 from hororing.torch import elastic, mpi_ops, state
 from hororing.torch.compression import Compression

@@ -397,7 +397,9 @@ except ImportError as error:
 
 
 def test_an_older_torch_is_refused():
-    ran = subprocess.run([sys.executable, "-c", OLDER], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", OLDER], capture_output=True, text=True, check=True, timeout=150
+    )
     backend, package = ran.stdout.splitlines()
     assert backend.startswith('the backend "hororing" needs a later PyTorch than')
-    assert package.startswith("hororing.torch needs PyTorch 2.3 or later, not")
+    assert package.startswith("hororing.torch needs PyTorch 2.3 or later")

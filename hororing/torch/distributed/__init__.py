@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-# Older versions than 2.8 also lose the Python part of a Work, so DDP would wait forever.
+# PyTorch 2.6 also loses the Python part of a Work, so DDP would wait forever.
 if dist.is_available() and not hasattr(dist.AllreduceOptions, "asyncOp"):
     raise ImportError(
         f'the backend "hororing" needs a later PyTorch than {torch.__version__}, whose '
