@@ -1,10 +1,11 @@
 """Checks that a rank on a GPU gets an error in time when its peer fails, and stays usable.
 
-    python benchmarks/gpu_faults.py [killed stopped stuck raised killed_far_ahead elastic]
+    python benchmarks/gpu_faults.py [killed stopped stuck raised killed_far_ahead killed_in_two_sets
+                                     elastic]
 
-Each case starts two ranks of its own, which train through NCCL if they can; `elastic` starts an
-elastic job of three. If they share a GPU, this needs NCCL 2.30 (HORORING_NCCL_LIBRARY); otherwise
-set HORORING_GPU=staged. The exit code is 1 if a case fails.
+Each case starts two ranks of its own, which train through NCCL if they can; `killed_in_two_sets`
+starts three, and `elastic` an elastic job of three. If they share a GPU, this needs NCCL 2.30
+(HORORING_NCCL_LIBRARY); otherwise set HORORING_GPU=staged. The exit code is 1 if a case fails.
 """
 
 from __future__ import annotations
@@ -63,6 +64,14 @@ def killed_far_ahead(rank: int) -> None:
         threading.Timer(3, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
+def killed_in_two_sets(rank: int) -> None:
+    """Rank 0 shares two communicators with the dead rank, rank 2 only one.
+
+    NCCL aborts the two together (gpu.md, process sets).
+    """
+    killed(rank)
+
+
 def fill_queue(tensor: torch.Tensor) -> None:
     """Launch more kernels than a queue takes; report how long the longest launch waited."""
     longest = 0.0
@@ -73,7 +82,10 @@ def fill_queue(tensor: torch.Tensor) -> None:
     print(f"a launch waited {longest:.1f} s;", end=" ", flush=True)
 
 
-CASES = {case.__name__: case for case in (killed, stopped, stuck, raised, killed_far_ahead)}
+CASES = {
+    case.__name__: case
+    for case in (killed, stopped, stuck, raised, killed_far_ahead, killed_in_two_sets)
+}
 
 
 def train(name: str) -> None:
@@ -85,6 +97,10 @@ def train(name: str) -> None:
     hvd.init()
     rank = hvd.rank()
     torch.cuda.set_device(rank % torch.cuda.device_count())
+    sets = [hvd.global_process_set]
+    if name == "killed_in_two_sets":
+        pair = hvd.add_process_set([0, 1])
+        sets += [pair] if pair.included() else []
     tensor = torch.ones(16 << 20, device="cuda")
     small = torch.ones(8, device="cuda")
     begin = time.monotonic()
@@ -93,7 +109,11 @@ def train(name: str) -> None:
             if step == 25:  # the GPU is still at work
                 begin = time.monotonic()
                 CASES[name](rank)
-            handles = [hvd.allreduce_async_(tensor, name=f"gradient.{i}") for i in range(4)]
+            handles = [
+                hvd.allreduce_async_(tensor, name=f"gradient.{i}", process_set=group)
+                for i in range(4)
+                for group in sets
+            ]
             for handle in handles:
                 hvd.synchronize(handle)
             if name == "killed_far_ahead" and step == 25:
@@ -121,9 +141,11 @@ def judge(name: str) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    size = 3 if name == "killed_in_two_sets" else 2
     environment = {
-        **os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "HORORING_TIMEOUT_S": str(LIMIT_S),
+        **os.environ, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HORORING_TIMEOUT_S": str(LIMIT_S),
+        "HORORING_DYNAMIC_PROCESS_SETS": "1",
     }  # fmt: skip
     ranks = [
         subprocess.Popen(
@@ -131,29 +153,36 @@ def judge(name: str) -> str:
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for rank in range(2)
+        for rank in range(size)
     ]  # fmt: skip
-    try:
-        out, err = ranks[0].communicate(timeout=30 + LIMIT_S + MARGIN_S)
-    except subprocess.TimeoutExpired:
-        ranks[0].kill()
-        out, err = ranks[0].communicate()
-        return f"rank 0 has not ended; it printed {out!r}, {err[-2000:]!r}"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(ranks[1].pid, signal.SIGCONT)
-        if name == "raised":
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                ranks[1].wait(MARGIN_S)
-        ranks[1].kill()
-        other = ranks[1].communicate()
-    print(f"{name}: rank 0: {out.strip()}; {ranks[0].returncode}", flush=True)
+    failing = ranks[1]
+    end = time.monotonic() + 30 + LIMIT_S + MARGIN_S
+    wrong = []
+    for number, rank in enumerate(ranks):
+        if rank is failing:
+            continue
+        who = f"{name}: rank {number}"
+        try:
+            out, err = rank.communicate(timeout=max(end - time.monotonic(), 1))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            out, err = rank.communicate()
+            wrong.append(f"{who} has not ended; it printed {out!r}, {err[-2000:]!r}")
+            continue
+        print(f"{who}: {out.strip()}; {rank.returncode}", flush=True)
+        if rank.returncode != 0:
+            wrong.append(f"{who}: exit code {rank.returncode}, {err[-2000:]}")
+        elif " s, 1000, " not in out:
+            wrong.append(f"{who}: no error: {out!r}")
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(failing.pid, signal.SIGCONT)
+    if name == "raised":
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            failing.wait(MARGIN_S)
+    failing.kill()
+    other = failing.communicate()
     print(f"{name}: rank 1: {other[0].strip()} {other[1].strip()[-300:]!r}", flush=True)
-    if ranks[0].returncode != 0:
-        return f"exit code {ranks[0].returncode}, {err[-2000:]}"
-    if " s, 1000, " not in out:
-        return f"no error: {out!r}"
-    return ""
+    return "\n".join(wrong)
 
 
 def train_elastic(killed: Path) -> None:

@@ -55,7 +55,8 @@ def engine_config(
         c_config.address = text(fabric.tcp_address(launch.environment()))
     c_config.fabric = text(fabric.fast(launch.environment()))
     c_config.fusion_bytes = settings["FUSION_BYTES"]
-    c_config.cycle_time_ms = settings["CYCLE_TIME_MS"]
+    cycle_time_ms = settings["CYCLE_TIME_MS"]
+    c_config.cycle_time_ms = -1 if cycle_time_ms is None else cycle_time_ms
     c_config.cache_capacity = settings["CACHE_CAPACITY"]
     c_config.reproducible = settings["REPRODUCIBLE"]
     c_config.fingerprint = text(fingerprint)

@@ -109,7 +109,7 @@ typedef struct hr_config {
   int32_t ranks_count;
   /* Rank-visible: every rank must hold the same values. */
   int64_t fusion_bytes;    /* maximum size of a fused batch; 0: no fusion */
-  double cycle_time_ms;    /* maximum time that requests are held for fusion */
+  double cycle_time_ms;    /* maximum time that requests are held for fusion; < 0: default */
   int32_t cache_capacity;  /* entries of the response cache; 0: none */
   int32_t reproducible;    /* same bits in every run */
   const char* fingerprint; /* "knob=value" lines, compared between ranks at init */

@@ -104,7 +104,9 @@ namespace {
 EngineConfig EngineConfigFrom(const hr_config& from) {
   EngineConfig config;
   config.fusion_bytes = from.fusion_bytes;
-  config.cycle_time_ns = Scaled(from.cycle_time_ms, kMillisecond);
+  if (from.cycle_time_ms >= 0) {
+    config.cycle_time_ns = config.nccl_cycle_time_ns = Scaled(from.cycle_time_ms, kMillisecond);
+  }
   config.cache_capacity = from.cache_capacity;
   config.allreduce.reproducible = from.reproducible != 0;
   config.fingerprint = Text(from.fingerprint);

@@ -47,6 +47,8 @@ bool Loop::ShouldHoldReport() {
   const TensorTable::Submitted submitted = shared_.tensors.submitted();
   if (submitted.count == 0 && !pace_.unanswered()) return true;
   const TimeNs now = NowNs();
+  shared_.stats.cycle_time_ns = shared_.CycleTime();
+  pace_.set_cycle_time(shared_.CycleTime());
   const TimeNs due = pace_.Due(submitted.first_ns, submitted.count, now);
   if (now >= due) return submitted.count == 0;
   if (eventcount_ != nullptr) poll_epoch_ = eventcount_->Epoch();

@@ -20,6 +20,7 @@ class ReportPace {
  public:
   // `cycle_time_ns`: the time from one report to the next.
   explicit ReportPace(TimeNs cycle_time_ns) : cycle_time_ns_(cycle_time_ns) {}
+  void set_cycle_time(TimeNs cycle_time_ns) { cycle_time_ns_ = cycle_time_ns; }
 
   // Returns when to report `count` requests, the first of which was submitted at `first`.
   TimeNs Due(TimeNs first, size_t count, TimeNs now) const {
@@ -51,7 +52,7 @@ class ReportPace {
   // microseconds, and it computes little before the next one.
   static constexpr TimeNs kBurstGap = 8 * kMicrosecond;
 
-  const TimeNs cycle_time_ns_;
+  TimeNs cycle_time_ns_;
   TimeNs next_ns_ = 0;
   TimeNs unanswered_until_ns_ = 0;  // 0: answered
 };

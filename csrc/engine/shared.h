@@ -25,6 +25,9 @@ struct EngineConfig {
   // Visible to other ranks.
   int64_t fusion_bytes = 64 << 20;
   TimeNs cycle_time_ns = kMillisecond;
+  // The cycle time once NCCL reduces tensors. Other batches occupy the loop while tensors gather
+  // for the next one. NCCL's run on the device: the loop would start a small one each millisecond.
+  TimeNs nccl_cycle_time_ns = 5 * kMillisecond;
   int cache_capacity = 8192;
   AllreduceOptions allreduce;
   std::string fingerprint;  // see CompareFingerprints
@@ -59,6 +62,10 @@ struct Shared {
   // Constant once the engine has started.
   std::shared_ptr<Devices> devices;
   bool transport_allows_callers = false;  // the transport allows callers to run the loop
+
+  TimeNs CycleTime() const {
+    return devices->nccl_in_use() ? config.nccl_cycle_time_ns : config.cycle_time_ns;
+  }
 
   // Whether callers may run the loop now. Not with a device: a call of NVIDIA's driver that does
   // not return can be abandoned only on the loop's own thread. Not while this rank has joined: the

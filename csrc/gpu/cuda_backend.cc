@@ -112,6 +112,7 @@ Status CudaBackend::Choose(TimeNs deadline) {
   }
   if (obstacle.empty()) {
     HORORING_RETURN_IF_ERROR(NcclCommunicator::Make(api, device_, transport_, deadline, &nccl_));
+    options_.devices->set_nccl_in_use();
   } else if (options_.mode == GpuMode::kAuto && !options_.reproducible && !loaded.ok()) {
     Log(LogLevel::kWarning,
         "tensors on the device travel by way of the host, which is slow: " + loaded.message());

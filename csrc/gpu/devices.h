@@ -36,6 +36,9 @@ class Devices {
   Status Any(std::shared_ptr<Device>* device);
   // Whether a device is in use, or about to be.
   bool in_use() const { return in_use_.load(); }
+  // Whether NCCL reduces tensors of this engine.
+  bool nccl_in_use() const { return nccl_in_use_.load(); }
+  void set_nccl_in_use() { nccl_in_use_ = true; }
   // NCCL, loaded by the first call; later calls give the same answer.
   Status Nccl(std::shared_ptr<const NcclApi>* nccl);
   // Runs `end_communicators`, which aborts communicators of NCCL, as one group if NCCL supports
@@ -59,7 +62,7 @@ class Devices {
   std::shared_ptr<const NcclApi> nccl_;  // GUARDED_BY(mutex_)
   bool nccl_asked_ = false;              // GUARDED_BY(loading_nccl_)
   Status nccl_status_;                   // GUARDED_BY(loading_nccl_)
-  std::atomic<bool> in_use_{false};
+  std::atomic<bool> in_use_{false}, nccl_in_use_{false};
 };
 
 }  // namespace hororing

@@ -48,11 +48,13 @@ def markdown() -> str:
         "",
     ]
     for knob in KNOBS:
-        default = f"`{knob.show(knob.default)}`" if knob.default is not None else "unset"
+        default = "unset"
+        if knob.default is not None:
+            default = f"`{knob.show(knob.default)}`{_UNITS.get(knob.unit, '')}"
         marks = "" if knob.scope == "each" else f"; *{knob.scope}*"
         lines += _wrapped(
             f"* `{knob.variable}`: {knob.help}. Accepts {knob.form.accepted}. "
-            f"Default: {default}{_UNITS.get(knob.unit, '')}{marks}."
+            f"Default: {default}{marks}."
         )
     lines += ["", "## Horovod's names", "", "| Horovod's name | ours | note |", "|---|---|---|"]
     for knob in KNOBS:

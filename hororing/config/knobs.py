@@ -115,10 +115,10 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         "CYCLE_TIME_MS",
         number(0, 1e4),
-        1.0,
+        None,
         "maximum time for which a tensor is held so that others can share its batch; an eighth of "
         "that for a tensor that arrives alone; a tensor for which a caller waits or polls is not "
-        "held back",
+        "held back; unset: 1 ms, and 5 ms once NCCL reduces tensors",
         unit="ms",
         scope="all",
         aliases=(_same("HOROVOD_CYCLE_TIME", number(0, 1e4)),),
