@@ -18,6 +18,7 @@ log=$results/gpu_log.txt
 failed=0
 python=${PYTHON:-$(command -v python3 || command -v python)}
 quick=()
+soak_s=8
 worlds=(2 4)
 driver=${HORORING_CUDA_LIBRARY:-libcuda.so.1}
 if [[ -n "${FAKE_GPU:-}" ]]; then
@@ -25,6 +26,7 @@ if [[ -n "${FAKE_GPU:-}" ]]; then
   export FAKE_GPU HORORING_CUDA_LIBRARY=$FAKE_GPU HORORING_NCCL_LIBRARY=$FAKE_GPU
   driver=$FAKE_GPU
   quick=(--quick)
+  soak_s=2
   worlds=(2)
 fi
 # Use the hororing of this folder, even if another one is installed.
@@ -124,5 +126,7 @@ part "check-$gpus-nccl" 60 "${by_nccl[@]}" "${launch[@]}" "$gpus" \
   "$python" benchmarks/gpu_check.py "$results/gpu_check_${gpus}_nccl.json"
 part "step-$gpus-nccl" 90 "${by_nccl[@]}" "${launch[@]}" "$gpus" "$python" benchmarks/gpu_step.py \
   ${quick[@]+"${quick[@]}"} --json "$results/gpu_step_$gpus.json"
+part "soak-$gpus-nccl" 60 "${by_nccl[@]}" "${launch[@]}" "$gpus" \
+  "$python" benchmarks/gpu_soak.py --seconds "$soak_s"
 [[ -n "${FAKE_GPU:-}" ]] || part faults 180 "${by_nccl[@]}" "$python" benchmarks/gpu_faults.py
 exit $failed
