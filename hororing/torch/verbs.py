@@ -24,8 +24,9 @@ class TorchVerbs(Verbs[torch.Tensor]):
         if op not in (arguments.Average, arguments.Sum):
             for tensor in tensors:
                 if isinstance(tensor, torch.Tensor) and tensor.is_complex():
+                    what = verb if name is None else f"{verb} '{name}'"
                     raise ValueError(
-                        f"{verb}: op={arguments.op_name(op)} is not defined for {tensor.dtype}; "
+                        f"{what}: op={arguments.op_name(op)} is not defined for {tensor.dtype}; "
                         "use Average or Sum"
                     )
         return super().reduce_async(verb, tensors, in_place, name, op, *rest, **options)

@@ -476,8 +476,8 @@ def case_complex_tensors_travel_as_pairs() -> None:
         close(hvd.alltoall(mine), torch.cat([t[2 * rank : 2 * rank + 2] for t in all_of_them]))
         close(hvd.reducescatter(mine, op=hvd.Sum), total[2 * rank : 2 * rank + 2])
         for op in (hvd.Min, hvd.Max, hvd.Product):
-            with pytest.raises(ValueError, match="is not defined for torch"):
-                hvd.allreduce(mine, op=op)
+            with pytest.raises(ValueError, match=r"allreduce 'a': op=\w+ is not defined for torch"):
+                hvd.allreduce(mine, op=op, name="a")
             with pytest.raises(ValueError, match="is not defined for torch"):
                 hvd.grouped_allreduce_async_([mine.real.clone(), mine], op=op)
         for call in (hvd.allgather, hvd.alltoall, hvd.reducescatter, hvd.alltoall_async):
