@@ -46,22 +46,24 @@ def sets(step: int, device: torch.device) -> None:
     hvd.remove_process_set(formed)
 
 
-def used_mib(device: torch.device) -> tuple[float, float]:
-    """Of this process's host memory, and of the device."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    on_device = 0
+def used_mib(device: torch.device) -> dict[str, float]:
+    """Of this process's host memory, by what it maps, and of the device."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Rss")}
+    used = {what.removeprefix("Rss").lower(): value / 1024 for what, value in kib.items()}
+    used["GPU"] = 0.0
     if device.type == "cuda":
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
-        on_device = total - free
-    return pages * 4096 / 2**20, on_device / 2**20
+        used["GPU"] = (total - free) / 2**20
+    return used
 
 
 def soak(work: Callable[[int, torch.device], None], seconds: float, device: torch.device) -> bool:
     """Work until the slowest rank has done so for `seconds`; return whether memory has grown."""
     begin = time.monotonic()
     step = first = 0
-    before: tuple[float, float] | None = None
+    before: dict[str, float] = {}
     while True:
         work(step, device)
         step += 1
@@ -69,14 +71,15 @@ def soak(work: Callable[[int, torch.device], None], seconds: float, device: torc
             continue
         passed = torch.tensor(time.monotonic() - begin)
         passed_s = hvd.allreduce(passed, op=hvd.Min, name="passed").item()
-        if before is None and passed_s > seconds / 4 and step >= 20:
+        if not before and passed_s > seconds / 4 and step >= 20:
             before, first = used_mib(device), step
-        if before is not None and passed_s > seconds:
+        if before and passed_s > seconds:
             break
-    host, gpu = (now - then for now, then in zip(used_mib(device), before, strict=True))
-    print(f"rank {hvd.rank()}: {work.__name__}, {step - first} steps: host {host:+.1f} MiB, GPU "
-          f"{gpu:+.1f} MiB", flush=True)  # fmt: skip
-    return max(host, gpu) > MOST_MIB + MOST_MIB_PER_STEP * (step - first)
+    grown = {what: now - before[what] for what, now in used_mib(device).items()}
+    text = ", ".join(f"{what} {mib:+.1f}" for what, mib in grown.items())
+    print(f"rank {hvd.rank()}: {work.__name__}, {step - first} steps, MiB: {text}", flush=True)
+    gpu = grown.pop("GPU")
+    return max(sum(grown.values()), gpu) > MOST_MIB + MOST_MIB_PER_STEP * (step - first)
 
 
 def main() -> int:

@@ -43,12 +43,13 @@ int Loop::parent_rank() const {
 bool Loop::ShouldHoldReport() {
   if (!run_by_caller_) mailbox_.poll_by = kForever;  // before the scan, so that it misses nothing
   mailbox_.BeginScan();
+  const TimeNs cycle_time_ns = shared_.CycleTime();
+  pace_.set_cycle_time(cycle_time_ns);
+  shared_.stats.cycle_time_ns = cycle_time_ns;
   if (mailbox_.IsUrgent()) return false;
   const TensorTable::Submitted submitted = shared_.tensors.submitted();
   if (submitted.count == 0 && !pace_.unanswered()) return true;
   const TimeNs now = NowNs();
-  shared_.stats.cycle_time_ns = shared_.CycleTime();
-  pace_.set_cycle_time(shared_.CycleTime());
   const TimeNs due = pace_.Due(submitted.first_ns, submitted.count, now);
   if (now >= due) return submitted.count == 0;
   if (eventcount_ != nullptr) poll_epoch_ = eventcount_->Epoch();

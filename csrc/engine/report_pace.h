@@ -19,7 +19,9 @@ namespace hororing {
 class ReportPace {
  public:
   // `cycle_time_ns`: the time from one report to the next.
-  explicit ReportPace(TimeNs cycle_time_ns) : cycle_time_ns_(cycle_time_ns) {}
+  explicit ReportPace(TimeNs cycle_time_ns)
+      : answer_limit_ns_(kUnansweredCycles * cycle_time_ns), cycle_time_ns_(cycle_time_ns) {}
+  // Does not change how long a rank waits for an answer.
   void set_cycle_time(TimeNs cycle_time_ns) { cycle_time_ns_ = cycle_time_ns; }
 
   // Returns when to report `count` requests, the first of which was submitted at `first`.
@@ -35,7 +37,7 @@ class ReportPace {
   // This rank sent a report to its parent.
   void OnReportSent(TimeNs now) {
     OnLocalReport(now);
-    unanswered_until_ns_ = After(now, kUnansweredCycles * cycle_time_ns_);
+    unanswered_until_ns_ = After(now, answer_limit_ns_);
   }
   // An agreement has arrived.
   void OnAnswer() { unanswered_until_ns_ = 0; }
@@ -52,6 +54,7 @@ class ReportPace {
   // microseconds, and it computes little before the next one.
   static constexpr TimeNs kBurstGap = 8 * kMicrosecond;
 
+  const TimeNs answer_limit_ns_;
   TimeNs cycle_time_ns_;
   TimeNs next_ns_ = 0;
   TimeNs unanswered_until_ns_ = 0;  // 0: answered

@@ -23,7 +23,7 @@ struct Stats {
   Counter control_messages_received{0};
   Counter loop_wakeups{0};
   Counter scratch_bytes{0};
-  Counter fusion_bytes{0}, cycle_time_ns{0};          // as configured
+  Counter fusion_bytes{0}, cycle_time_ns{0};          // in use
   std::array<Counter, kAlgorithmsUsed> allreduces{};  // batches, by AlgorithmUsed
 };
 

@@ -212,10 +212,8 @@ def case_handles_that_nobody_waits_for_keep_their_memory() -> None:
 
 
 def case_tensors_are_held_longer_for_nccl() -> None:
-    hvd.allreduce(torch.ones(3), name="held")  # now the ranks have chosen between NCCL and the host
-    handle = hvd.allreduce_async(torch.ones(3), name="held")
-    time.sleep(0.02)  # until it is reported although no caller waits
-    assert hvd.synchronize(handle).tolist() == [1] * 3
+    for _ in range(2):  # the first one chooses between NCCL and the host
+        hvd.allreduce(torch.ones(3), name="held")
     held_ms = 1 if os.environ["HORORING_GPU"] == "staged" else 5
     assert hvd.statistics()["cycle_time_ns"] == held_ms * 10**6
 

@@ -7,6 +7,7 @@ one that dies, and an older PyTorch: push tier, 8 s.
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -307,7 +308,7 @@ test_case = session.on_ranks(globals(), 3, session="torch")
 # Without a launcher
 
 FORKED = """
-import multiprocessing, os, sys
+import multiprocessing, os, pathlib, sys, time
 import torch, torch.distributed as dist
 from hororing import errors
 from hororing_torch_backend import register
@@ -323,6 +324,19 @@ def rank(number, path):
         dist.all_reduce(tensor)
         assert tensor.tolist() == [size] * 2
         if size == 2:
+            dist.barrier()
+            sent = pathlib.Path(path + ".sent")
+            if number == 0:  # the receiver does not wait yet; its engine holds requests for 10 s
+                begin = time.monotonic()
+                dist.send(tensor, 1)
+                took_s = time.monotonic() - begin
+                sent.touch()
+                assert took_s < 5
+            else:
+                work = dist.irecv(tensor, 0)
+                while not sent.exists():
+                    time.sleep(0.01)
+                work.wait()
             dist.destroy_process_group()
     if number == 1:
         os._exit(7)
@@ -364,7 +378,7 @@ def test_ranks_without_a_launcher_meet_in_torchs_store_and_see_a_death(tmp_path:
     script.write_text(FORKED)
     done = subprocess.run(
         [sys.executable, script, tmp_path / "store"], capture_output=True, text=True, timeout=200,
-        check=False,
+        check=False, env=os.environ | {"HORORING_CYCLE_TIME_MS": "10000"},
     )  # fmt: skip
     assert done.stdout.count("lost 1\n") == 5, done.stdout + done.stderr
     assert "codes [0, 7, 0]" in done.stdout, done.stdout + done.stderr

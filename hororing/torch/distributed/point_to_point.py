@@ -46,7 +46,9 @@ class PointToPoint(Group):
         tensor, flat, finish = self._target("recv", tensors)
         self._check_peer("recv", source)
         route = self._route(source, self._place, tag)
-        return self._message("recv", tensor, flat, lambda: route, finish)
+        received = self._message("recv", tensor, flat, lambda: route, finish)
+        received.is_completed()  # a poll: the engine reports it at once, as the sender may wait
+        return received
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive a tensor from any rank of the group that sends one with that tag.
