@@ -3,9 +3,9 @@
     hororun -np 2 python benchmarks/gpu_soak.py --seconds 8     for each of the four
 
 HORORING_DYNAMIC_PROCESS_SETS must be set. The first quarter of the time, and at least 20 steps, are
-a warm-up. The exit code is 1 if a rank's host memory, or the used memory of its GPU, has grown by
-more than 4 MiB and 16 KiB per step since. With FAKE_GPU (see tests/fake_gpu), which keeps 4 KiB of
-each process set, there is no memory of a GPU.
+a warm-up; at least 20 steps follow. The exit code is 1 if a rank's host memory, or the used memory
+of its GPU, has grown by more than 4 MiB and 16 KiB per step since. With FAKE_GPU (see
+tests/fake_gpu), which keeps 4 KiB of each process set, there is no memory of a GPU.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def soak(work: Callable[[int, torch.device], None], seconds: float, device: torc
         passed_s = hvd.allreduce(passed, op=hvd.Min, name="passed").item()
         if not before and passed_s > seconds / 4 and step >= 20:
             before, first = used_mib(device), step
-        if before and passed_s > seconds:
+        if before and passed_s > seconds and step >= first + 20:
             break
     grown = {what: now - before[what] for what, now in used_mib(device).items()}
     text = ", ".join(f"{what} {mib:+.1f}" for what, mib in grown.items())

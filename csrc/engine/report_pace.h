@@ -43,8 +43,8 @@ class ReportPace {
   void OnAnswer() { unanswered_until_ns_ = 0; }
   bool unanswered() const { return unanswered_until_ns_ != 0; }
 
-  // A rank without an answer reports again after this many cycle times: the other ranks may need
-  // what it has not reported yet.
+  // A rank without an answer reports again after this many of the constructor's cycle times: the
+  // other ranks may need what it has not reported yet.
   static constexpr TimeNs kUnansweredCycles = 8;
 
  private:

@@ -71,7 +71,9 @@ class Config(Mapping[str, Any]):
     def fingerprint(self) -> str:
         """Lines "variable=value" of the settings that must be the same on all ranks."""
         return "\n".join(
-            f"{knob.variable}={knob.show(self[knob.name])}" for knob in KNOBS if knob.scope == "all"
+            f"{knob.variable}={knob.show(self[knob.name]) or 'unset'}"
+            for knob in KNOBS
+            if knob.scope == "all"
         )
 
 

@@ -199,6 +199,7 @@ def test_an_empty_variable_counts_as_not_set():
 
 def test_the_fingerprint_holds_what_ranks_must_share_and_nothing_else():
     lines = config.load({"HORORING_FUSION_BYTES": "1MiB"}).fingerprint().splitlines()
+    assert "HORORING_CYCLE_TIME_MS=unset" in lines
     assert "HORORING_FUSION_BYTES=1MiB" in lines
     assert len(lines) == sum(knob.scope == "all" for knob in KNOBS)
     assert not any("LOG_LEVEL" in line or "TIMEOUT" in line for line in lines)
