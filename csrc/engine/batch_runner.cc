@@ -164,7 +164,7 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
     const int32_t process_set = described_[items[0]].key.process_set;
     Communicator& communicator = communicators_.at(process_set);
     const int64_t bytes = Fill(items, communicator);
-    HORORING_RETURN_IF_ERROR(RunBatch(process_set, communicator, bytes));
+    HORORING_RETURN_IF_ERROR(RunBatch(communicator, bytes));
     // Entries may hold names, events and lists. Entries of a host allreduce hold none of them
     // unless a timeline is written, so they are reused.
     const bool bare = batch_.kind == Collective::kAllreduce && !batch_.on_device;
@@ -260,7 +260,7 @@ Status BatchRunner::Allocate(const Work& work) {
   return Status::Ok();
 }
 
-Status BatchRunner::RunBatch(int32_t process_set, Communicator& communicator, int64_t bytes) {
+Status BatchRunner::RunBatch(Communicator& communicator, int64_t bytes) {
   const Batch& batch = batch_;
   const TimeNs begin = NowNs();
   const auto backend = std::find_if(

@@ -76,7 +76,7 @@ class BatchRunner {
   };
   Status Allocate(const Work& work);
   int64_t Fill(const std::vector<size_t>& items, const Communicator& communicator);
-  Status RunBatch(int32_t process_set, Communicator& communicator, int64_t bytes);
+  Status RunBatch(Communicator& communicator, int64_t bytes);
   void Complete();
 
   Shared& shared_;

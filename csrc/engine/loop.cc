@@ -15,9 +15,10 @@
 namespace hororing {
 namespace {
 
-// Time limits for the last messages (the agreement to stop, the end of the timeline). The short one
-// is for a revoked transport, which only announces its failure.
-constexpr TimeNs kFinalTimeout = 2 * kSecond, kRevokedTimeout = kSecond / 5;
+// Time limits for the last messages: the agreement to stop, and the end of the timeline. The short
+// one is for a revoked transport, which only announces its failure.
+constexpr TimeNs kFinalTimeout = 2 * kSecond, kTimelineTimeout = 5 * kSecond;
+constexpr TimeNs kRevokedTimeout = kSecond / 5;
 
 Coordinator::Options CoordinatorOptions(const EngineConfig& config, const World& world) {
   Coordinator::Options options;
@@ -209,10 +210,11 @@ void Loop::RunPeriodicChecks(TimeNs now) {
   if (shared_.trace.enabled()) timeline_.Ship(now);
   if (now < next_checks_ns_) return;
   next_checks_ns_ = After(now, shared_.config.checks_ns);
-  // A failed peer's error is more precise than the end of the launcher, which it caused.
+  // A failed peer's error is more precise than the end of the launcher or of work on the device,
+  // which it caused. It may arrive while the device's check blocks.
+  const Status devices = runner_.CheckDevices();
   const Status peers = transport_.CheckPeers();
   if (!peers.ok()) End(peers);
-  const Status devices = runner_.CheckDevices();
   if (!devices.ok()) End(devices);
   CheckForReply(now);
   ExitIfOrphaned();
@@ -263,9 +265,9 @@ void Loop::DrainAndStop() {
                                 std::to_string(step_));
   }
   timeline_.Switch(false, false);
-  const TimeNs deadline = After(NowNs(), transport_.revoked() ? kRevokedTimeout : kFinalTimeout);
-  transport_.Flush(deadline);
+  transport_.Flush(After(NowNs(), transport_.revoked() ? kRevokedTimeout : kFinalTimeout));
   if (!timeline_.closed() && final_->code() == Code::kShutDown) {
+    const TimeNs deadline = After(NowNs(), kTimelineTimeout);
     int peer = 0;
     std::string message;
     std::vector<TraceEvent> events;

@@ -5,6 +5,7 @@
 
 #include "base/log.h"
 #include "negotiation/codec.h"
+#include "negotiation/validate.h"
 
 namespace hororing {
 namespace {
@@ -67,6 +68,13 @@ void Timeline::CloseNow() {
   if (sink_.dropped() > 0) {
     Log(LogLevel::kWarning, "timeline: " + std::to_string(sink_.dropped()) +
                                 " events of rank 0 were dropped because too many were waiting");
+  }
+  std::vector<int> late;
+  for (size_t rank = 0; rank < ended_.size(); ++rank) {
+    if (ended_[rank] == 0) late.push_back(static_cast<int>(rank));
+  }
+  if (!late.empty()) {
+    Log(LogLevel::kWarning, "timeline: the last events of " + RanksText(late) + " did not arrive");
   }
   Check(writer_.Close());
 }

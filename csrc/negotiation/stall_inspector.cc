@@ -69,7 +69,7 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
                                                 std::vector<char> stuck, TimeNs now) {
   Finding finding;
   std::unordered_map<std::string, Known> still_waiting;
-  std::vector<const Waiting*> to_warn, to_abort;
+  std::vector<const Waiting*> to_warn, to_abort, younger;
   TimeNs longest = 0;
   for (const Waiting& request : waiting) {
     const TimeNs age = now - request.since_ns;
@@ -88,7 +88,7 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
       next = After(request.since_ns, age > kForever / 2 ? kForever : 2 * age);
     }
     still_waiting[request.title] = {request.since_ns, next};
-    if (age >= options_.shutdown_ns) to_abort.push_back(&request);
+    (age >= options_.shutdown_ns ? to_abort : younger).push_back(&request);
   }
   known_ = std::move(still_waiting);
   const std::vector<const Waiting*> deadlocked = Deadlocked(waiting, std::move(stuck));
@@ -96,6 +96,8 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
     finding.abort = Status(
         Code::kStalled,
         "stalled for more than " + Seconds(options_.shutdown_ns) + ": " + Describe(to_abort) +
+            // Often what the missing ranks called instead.
+            (younger.empty() ? "" : "; also waiting: " + Describe(younger)) +
             ". Every rank must submit every tensor; a rank may have taken another branch, have "
             "fewer batches, or be stuck outside the library.",
         to_abort.front()->missing.front());

@@ -171,8 +171,8 @@ Status MakeTcp(Bootstrap& bootstrap, const Topology& topology, const WorldOption
     tcp.key = keys[0];
   }
   tcp.spin_ns = options.spin_ns;
-  for (const int host : topology.host_of) {
-    tcp.here.push_back(host == topology.host_of[static_cast<size_t>(topology.rank)]);
+  for (const int each : topology.host_of) {
+    tcp.here.push_back(each == topology.host_of[static_cast<size_t>(topology.rank)]);
   }
   return TcpTransport::Make(topology.rank, std::move(addresses), std::move(listener), tcp,
                             transport);

@@ -42,7 +42,7 @@ class Discovery:
     Parameters
     ----------
     slots : for hosts without a number; None: that is an error.
-    found : called with the hosts, each time the script succeeds.
+    found : called with the hosts, each time the script succeeds. An empty list must come twice.
     failed : called with the error otherwise.
     """
 
@@ -62,6 +62,7 @@ class Discovery:
         self._failed = failed
         self._next_at = time.monotonic()
         self._popen: subprocess.Popen[bytes] | None = None
+        self._was_empty = False
         self._pidfd = self._out = self._err = -1
 
     def left_s(self) -> float:
@@ -126,7 +127,10 @@ class Discovery:
             self._finish(str(error))
             return
         self._next_at = time.monotonic() + EVERY_S
-        self._found(hosts)
+        # A script that prints a file may find it empty while the file is being rewritten.
+        if hosts or self._was_empty:
+            self._found(hosts)
+        self._was_empty = not hosts
 
     def _finish(self, wrong: str) -> None:
         self._next_at = time.monotonic() + EVERY_S

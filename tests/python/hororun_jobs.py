@@ -60,6 +60,13 @@ def wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def replace(file: Path, text: str) -> None:
+    """Write a file that another process reads, which sees the old text or the new one."""
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    new.write_text(text)
+    new.replace(file)
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"

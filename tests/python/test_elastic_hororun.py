@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import mpirun
 import nemesis
 import pytest
 import tiers
-from hororun_jobs import DEADLINE_S, is_alive, line, numbers, run, sh, wait_until
+from hororun_jobs import DEADLINE_S, is_alive, line, numbers, replace, run, sh, wait_until
 from nemesis import ElasticRun, disturb, kill
 
 from hororing.hororun import discovery
@@ -98,6 +99,32 @@ def test_the_script_prints_hosts_with_or_without_slots():
     ):
         with pytest.raises(ValueError, match=wanted):
             discovery.parse(text, None)
+
+
+def test_an_empty_list_must_come_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(discovery, "EVERY_S", 0.0)
+    hosts = tmp_path / "hosts"
+    found: list[list[Host]] = []
+    with selectors.DefaultSelector() as selector:
+        script = discovery.Discovery(
+            selector, ["cat", str(hosts)], None, found=found.append, failed=pytest.fail
+        )
+        for text, wanted in (
+            ("a:1", 1),
+            ("", 1),
+            ("", 2),
+            ("", 3),
+            ("a:1", 4),
+            ("", 4),
+            ("a:1", 5),
+        ):
+            hosts.write_text(text)
+            script.go_on()
+            for key, _ in selector.select(60):
+                key.data()
+            assert len(found) == wanted
+            assert found[-1] == ([Host("a", 1)] if text or wanted in (1, 4) else [])
+        script.close()
 
 
 def test_lines_have_the_rank_of_their_process_where_there_is_one():
@@ -270,14 +297,14 @@ def test_hosts_that_are_taken_away_end_well(tmp_path: Path):  # push tier, 8 s
         generation = job.wait_until_it_works()
         told = {each["host"] for each in job.worlds()[-1]["members"]}
         assert told == {socket.gethostname(), "other"}
-        hosts.write_text("localhost:1\n")
+        replace(hosts, "localhost:1\n")
         generation = job.wait_until_it_works(1, after=generation)
         job.wait(lambda: len(nemesis.ranks(job)) == 1, "the other one does not end")
         assert job.worlds()[-1]["cause"] == "host other was removed"
         # The same for slots: never more processes than there are.
-        hosts.write_text("localhost:2\n")
+        replace(hosts, "localhost:2\n")
         generation = job.wait_until_it_works(2, after=generation)
-        hosts.write_text("localhost:1\n")
+        replace(hosts, "localhost:1\n")
         generation = job.wait_until_it_works(1, after=generation)
         job.wait(lambda: len(nemesis.ranks(job)) == 1, "the process of the slot does not end")
         assert job.worlds()[-1]["cause"] == "the slot of process 2 was removed"

@@ -21,7 +21,7 @@ import mpirun
 import numpy as np
 import pytest
 import tiers
-from hororun_jobs import is_alive, wait_until
+from hororun_jobs import is_alive, replace, wait_until
 
 import hororing
 from hororing import launch
@@ -336,7 +336,7 @@ def leaves(hosts: str) -> tuple[int, int]:
     @elastic.run
     def train(state: Any) -> tuple[int, int]:
         if hvd.size() == 2:
-            Path(hosts).write_text("localhost:1\n")
+            replace(Path(hosts), "localhost:1\n")
             try:
                 while True:
                     time.sleep(0.01)

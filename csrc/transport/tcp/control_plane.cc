@@ -58,8 +58,8 @@ Status TcpTransport::CheckPeers() {
 TimeNs TcpTransport::Silence(int peer) {
   Peer& state = PeerOf(peer);
   if (peer == rank_ || state.lost || state.closed) return 0;
-  if (closing_ && state.asked_ns == 0) return 0;    // no message may follow kClose
-  if (!state.channels[kControl].begun()) return 0;  // asking would take a connection
+  if (closing_ && state.asked_ns == 0) return 0;  // no message may follow kClose
+  if (!state.links[kControl].begun()) return 0;   // asking would take a connection
   if (state.asked_ns != 0) return NowNs() - std::max(state.asked_ns, stopped_until());
   state.asked_ns = NowNs();
   Put(peer, kAsk, "");
@@ -72,7 +72,7 @@ TimeNs TcpTransport::Silence(int peer) {
 bool TcpTransport::AnnouncesTo(int peer) {
   const int distance = (peer - rank_ + size()) % size();
   return IsEager(peer, kControl) || (distance & (distance - 1)) == 0 ||
-         PeerOf(peer).channels[kControl].begun();
+         PeerOf(peer).links[kControl].begun();
 }
 
 // Ahead of queued messages: a peer that does not receive must not keep others from knowing.
@@ -100,7 +100,7 @@ bool TcpTransport::Flush(TimeNs deadline) {
 }
 
 bool TcpTransport::Close(TimeNs deadline) {
-  const auto connected = [](const Peer& peer) { return peer.channels[kControl].begun(); };
+  const auto connected = [](const Peer& peer) { return peer.links[kControl].begun(); };
   for (int peer = 0; peer < size() && !closing_; ++peer) {
     if (peer != rank_ && (connected(PeerOf(peer)) || IsEager(peer, kControl))) {
       Put(peer, kClose, "");
@@ -136,17 +136,17 @@ bool TcpTransport::PushControl(int peer) {
   Peer& state = PeerOf(peer);
   if (state.outbox.empty() || state.lost) return false;
   EnsureConnection(peer, kControl);
-  Channel& channel = state.channels[kControl];
+  Links& links = state.links[kControl];
   bool moved = false;
-  while (!state.outbox.empty() && channel.sends != nullptr && channel.sends->ready()) {
+  while (!state.outbox.empty() && links.sends != nullptr && links.sends->ready()) {
     const std::string& frame = state.outbox.front();
-    const ptrdiff_t sent = SendSome(channel.sends->socket.fd(), frame.data() + state.out_at,
+    const ptrdiff_t sent = SendSome(links.sends->socket.fd(), frame.data() + state.out_at,
                                     frame.size() - state.out_at);
     if (sent < 0) {
       const int error = errno;
       // Read the messages that it sent before.
       while (PullControl(peer)) continue;
-      channel.sends->socket = Socket();
+      links.sends->socket = Socket();
       OnConnectionLost(peer, error);
     }
     if (sent <= 0) break;
@@ -161,10 +161,10 @@ bool TcpTransport::PushControl(int peer) {
 
 bool TcpTransport::PullControl(int peer) {
   Peer& state = PeerOf(peer);
-  Channel& channel = state.channels[kControl];
+  Links& links = state.links[kControl];
   bool moved = false;
   char bytes[64 << 10];
-  for (Link* link : {&channel.outgoing, &channel.incoming}) {
+  for (Link* link : {&links.outgoing, &links.incoming}) {
     while (link->ready()) {
       const ptrdiff_t got = ReceiveSome(link->socket.fd(), bytes, sizeof bytes);
       if (got < 0) {

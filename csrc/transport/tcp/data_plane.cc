@@ -101,17 +101,17 @@ bool TcpTransport::MoveData() {
 
 bool TcpTransport::PushData(int peer) {
   Peer& state = PeerOf(peer);
-  Channel& channel = state.channels[kData];
+  Links& links = state.links[kData];
   if (!state.sends.open.empty()) EnsureConnection(peer, kData);
   bool moved = false;
   while (!state.sends.open.empty()) {
     Transfers::Transfer& transfer = state.sends.open.front();
     if (transfer.left > 0) {
-      if (channel.sends == nullptr || !channel.sends->ready()) break;
-      const ptrdiff_t sent = SendSome(channel.sends->socket.fd(), transfer.data, transfer.left);
+      if (links.sends == nullptr || !links.sends->ready()) break;
+      const ptrdiff_t sent = SendSome(links.sends->socket.fd(), transfer.data, transfer.left);
       if (sent < 0) {
         const int error = errno;
-        channel.sends->socket = Socket();
+        links.sends->socket = Socket();
         OnConnectionLost(peer, error);
       }
       if (sent <= 0) break;
@@ -127,13 +127,13 @@ bool TcpTransport::PushData(int peer) {
 
 bool TcpTransport::PullData(int peer) {
   Peer& state = PeerOf(peer);
-  Channel& channel = state.channels[kData];
+  Links& links = state.links[kData];
   bool moved = false;
   while (!state.receives.open.empty()) {
     Transfers::Transfer& transfer = state.receives.open.front();
     const size_t before = transfer.left;
     std::optional<int> ended;
-    for (Link* link : {&channel.outgoing, &channel.incoming}) {
+    for (Link* link : {&links.outgoing, &links.incoming}) {
       if (transfer.left == 0 || !link->ready()) continue;
       const size_t portion = transfer.left < kLittle ? 1 : std::min(transfer.left, kPortion);
       if (portion != std::exchange(link->portion, portion)) WakeFor(link->socket.fd(), portion);

@@ -79,7 +79,7 @@ bool TcpTransport::Events() {
   const TimeNs now = NowNs();
   const TimeNs stopped = NoteCheck(now);
   for (const auto& [peer, plane] : connecting_) {
-    PeerOf(peer).channels[plane].outgoing.give_up_ns += stopped;
+    PeerOf(peer).links[plane].outgoing.give_up_ns += stopped;
   }
   if (revoked()) NoteFailure(revocation());
   bool moved = false, accept_events = false;
@@ -95,8 +95,8 @@ bool TcpTransport::Events() {
     } else {
       const int peer = static_cast<int>((what - kOfPeer) / 4);
       const Plane plane = (what & 2) != 0 ? kControl : kData;
-      Channel& channel = PeerOf(peer).channels[plane];
-      Link& link = (what & 1) != 0 ? channel.incoming : channel.outgoing;
+      Links& links = PeerOf(peer).links[plane];
+      Link& link = (what & 1) != 0 ? links.incoming : links.outgoing;
       if (link.handshake) AdvanceLink(peer, plane, &link);
       // This poll has consumed the edge: MoveData has to try again.
       moved |= plane == kData || (PullControl(peer) | PushControl(peer));
@@ -141,7 +141,7 @@ void TcpTransport::AttachToPeer(PendingConnection* pending) {
     return;
   }
   const Plane plane = static_cast<Plane>(hello.plane);
-  Link& link = PeerOf(hello.rank).channels[plane].incoming;
+  Link& link = PeerOf(hello.rank).links[plane].incoming;
   link.socket = std::move(pending->socket);
   Open(hello.rank, plane, &link);
 }
@@ -155,14 +155,14 @@ bool TcpTransport::IsEager(int peer, Plane plane) const {
 
 // Starts to connect unless there is a connection to send over.
 void TcpTransport::EnsureConnection(int peer, Plane plane) {
-  Channel& channel = PeerOf(peer).channels[plane];
-  if (channel.sends != nullptr || channel.outgoing.give_up_ns != 0) return;
+  Links& links = PeerOf(peer).links[plane];
+  if (links.sends != nullptr || links.outgoing.give_up_ns != 0) return;
   if (!IsEager(peer, plane)) StartConnect(peer, plane);
 }
 
 // Starts to connect, and retries until it succeeds or has taken too long.
 void TcpTransport::StartConnect(int peer, Plane plane) {
-  Link& link = PeerOf(peer).channels[plane].outgoing;
+  Link& link = PeerOf(peer).links[plane].outgoing;
   link.give_up_ns = After(NowNs(), options_.connect_ns);
   link.retry_ns = NowNs();
   connecting_.emplace_back(peer, plane);
@@ -173,7 +173,7 @@ void TcpTransport::Retry() {
   const TimeNs now = NowNs();
   for (size_t i = 0; i < connecting_.size();) {
     const auto [peer, plane] = connecting_[i];
-    Link& link = PeerOf(peer).channels[plane].outgoing;
+    Link& link = PeerOf(peer).links[plane].outgoing;
     if (link.ready() || PeerOf(peer).lost) {
       connecting_[i] = connecting_.back();
       connecting_.pop_back();
@@ -213,9 +213,9 @@ void TcpTransport::AdvanceLink(int peer, Plane plane, Link* link) {
 
 // A connection is ready: transfers that wait for it continue.
 void TcpTransport::Open(int peer, Plane plane, Link* link) {
-  Channel& channel = PeerOf(peer).channels[plane];
+  Links& links = PeerOf(peer).links[plane];
   const uint64_t place = static_cast<uint64_t>(peer) * 4 + (plane == kControl ? 2 : 0) +
-                         (link == &channel.incoming ? 1 : 0);
+                         (link == &links.incoming ? 1 : 0);
   Status status = Watch(link->socket.fd(), kOfPeer + place, kAllEvents);
   if (status.ok()) status = SendAtOnce(link->socket.fd());
   if (status.ok()) {
@@ -225,7 +225,7 @@ void TcpTransport::Open(int peer, Plane plane, Link* link) {
   }
   if (!status.ok()) return NoteFailure(std::move(status));
   link->portion = 1;
-  if (channel.sends == nullptr) channel.sends = link;
+  if (links.sends == nullptr) links.sends = link;
   if (plane == kControl) {
     PushControl(peer);
     PullControl(peer);
@@ -255,7 +255,7 @@ void TcpTransport::CheckLostConnections() {
     Peer& state = PeerOf(losing_[i]);
     const int peer = losing_[i];
     while (PullControl(peer)) continue;
-    const Channel& control = state.channels[kControl];
+    const Links& control = state.links[kControl];
     const bool deaf = !control.outgoing.ready() && !control.incoming.ready();
     const bool known = state.closed || closing_ || state.lost;
     if (!known && !deaf && NowNs() - state.lost_ns < kFinalMessageTime) {

@@ -87,13 +87,13 @@ class TcpTransport final : public Transport {
     bool ready() const { return socket && !handshake; }
   };
   // The connections of one plane with one peer. All sends use the same one.
-  struct Channel {
+  struct Links {
     Link outgoing, incoming;  // connections made by this rank; by the peer
     Link* sends = nullptr;
     bool begun() const { return outgoing.give_up_ns != 0 || incoming.socket; }
   };
   struct Peer : PeerTransfers {
-    Channel channels[kPlanes];
+    Links links[kPlanes];
     bool active = false;             // is in active_
     std::deque<std::string> outbox;  // frames
     size_t out_at = 0;               // bytes of the first frame that are sent

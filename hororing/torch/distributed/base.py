@@ -83,6 +83,10 @@ def same_shape(tensors: Sequence[torch.Tensor]) -> bool:
     return all(tensor.shape == tensors[0].shape for tensor in tensors)
 
 
+# The minimum wait for the first member's sign. All members have been here milliseconds before.
+_SIGN_S = 10.0
+
+
 class Group(_Base):  # type: ignore[misc]
     """Ranks that make calls together. Parameters: those of `ProcessGroup`."""
 
@@ -118,7 +122,9 @@ class Group(_Base):  # type: ignore[misc]
         handle = verbs.start_broadcast(
             sign, self._ranks[0], f"{self._name}.sign", self._set, in_place=True
         )
-        signed = Work(f"{self._name}.sign", handle, [sign], self._timeout_s)
+        # Once expired, it would fail all later calls that need it.
+        timeout_s = max(self._timeout_s, _SIGN_S)
+        signed = Work(f"{self._name}.sign", handle, [sign], timeout_s)
         self._board = Board(
             store, lambda: f"hororing/{sign.item():x}/" if signed.wait() else "", rank
         )

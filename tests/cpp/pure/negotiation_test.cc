@@ -374,6 +374,20 @@ TEST(stalls_are_warned_about_at_doubling_intervals_and_then_abort) {
   CHECK(Contains(text, "allreduce 'y': submitted by rank 0, missing ranks 1,2"));
 }
 
+TEST(a_stall_also_names_the_requests_that_have_waited_for_less_time) {
+  Coordinator::Options options = Options(2);
+  options.stall.shutdown_ns = 4 * kSecond;
+  Coordinator coordinator(options);
+  coordinator.Receive(1, Fresh({Allreduce("loss_b")}), 0);
+  coordinator.Receive(0, Fresh({Allreduce("loss_a")}), kSecond / 10);
+  const Status status = coordinator.InspectStalls(4 * kSecond + kSecond / 20).abort;
+  CHECK(status.code() == Code::kStalled);
+  CHECK(
+      Contains(status.message(),
+               "stalled for more than 4 s: allreduce 'loss_b': submitted by rank 1, missing rank "
+               "0; also waiting: allreduce 'loss_a': submitted by rank 0, missing rank 1. Every"));
+}
+
 TEST(a_name_that_waits_in_every_step_does_not_add_up_to_a_stall) {
   Coordinator::Options options = Options(2);
   options.stall.warning_ns = 4 * kSecond;
