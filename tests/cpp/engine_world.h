@@ -139,7 +139,8 @@ inline void Play(int size, const EngineConfig& base, const std::function<void(Pl
             MakeTopology(rank, std::vector<std::string>(static_cast<size_t>(size), "host"));
         return Status::Ok();
       };
-      static_cast<void>(Start(config, make_world, &player));
+      const Status started = Start(config, make_world, &player);
+      if (!started.ok()) return Fail(__FILE__, __LINE__, started.message());
       script(player);
       if (player.engine != nullptr) CHECK(player.engine->Shutdown("", kTestTimeout));
     });

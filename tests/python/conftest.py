@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hororun_jobs
+import hypothesis
 import pytest
 import session as shared_jobs
 
@@ -17,6 +18,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: only in make test-all")
+    # No limits of time: on a busy machine, an example may wait for a core. The push tier tries the
+    # same examples in every run.
+    hypothesis.settings.register_profile(
+        "tests",
+        deadline=None,
+        derandomize=not config.getoption("--full"),
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

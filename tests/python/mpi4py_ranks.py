@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import numpy as np
@@ -102,6 +103,7 @@ def fail_beside_mpi4py() -> None:
     from mpi4py import MPI
 
     assert MPI.Is_initialized()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun's, while the ranks print
     hvd.init()
     hvd.barrier()
     if hvd.rank() == 1:

@@ -183,6 +183,9 @@ def run(
         except subprocess.TimeoutExpired:
             kill(process)
             code = None
+        except BaseException:  # the test's own limit
+            kill(process)
+            raise
         return collect(out, size, code, seed)
 
 

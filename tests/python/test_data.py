@@ -249,7 +249,7 @@ def test_permutations_are_what_they_were() -> None:
 PINNED = [[0, 8, 9, 3, 7, 5, 1, 2, 6, 4], [7, 1, 9, 6, 0, 4, 2, 8, 3, 5]]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(1, 60), st.integers(1, 7), st.integers(0, 9), st.sampled_from(REMAINDERS),
     st.booleans(),

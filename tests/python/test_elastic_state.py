@@ -29,7 +29,7 @@ from hororing.errors import (
 EVENTS = st.tuples(st.sampled_from(["batch", "commit", "lost", "leave"]), st.integers(1, 4))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 40), st.integers(1, 5), st.booleans(), st.lists(EVENTS, max_size=30))
 def test_every_sample_comes_once_whatever_happens(
     count: int, batch: int, shuffle: bool, events: list[tuple[str, int]]

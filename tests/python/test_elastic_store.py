@@ -157,7 +157,7 @@ def test_the_first_sign_of_life_may_take_longer(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_too_few_for_too_long_ends_the_job():
-    with opened(np=2, min_np=2, elastic_timeout_s=0.3) as (store, events):
+    with opened(np=2, min_np=2, elastic_timeout_s=2) as (store, events):
         first = member(store)
         with pytest.raises(RendezvousError, match="1 of at least 2 processes"):
             first.next_world(0, marks=0, failed=False)

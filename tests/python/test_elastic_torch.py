@@ -96,7 +96,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("rank", "script"),
     tiers.choose([(0, "plain"), (2, "plain"), (0, "int8"), (2, "auto")], push=[(0, "plain")]),

@@ -285,7 +285,5 @@ class AnyHistory(RuleBasedStateMachine):
             assert self.job.lacks() or self.job.ended
 
 
-AnyHistory.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
-)
+AnyHistory.TestCase.settings = settings(max_examples=60, stateful_step_count=40, derandomize=True)
 TestAnyHistory = AnyHistory.TestCase

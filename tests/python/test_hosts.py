@@ -196,6 +196,7 @@ needs_hosts = pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_
 
 
 @needs_hosts
+@pytest.mark.timeout(mpirun.CASES_LIMIT_S + 20)
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 @pytest.mark.parametrize(
     ("by", "layout"),
@@ -274,7 +275,7 @@ CUTS = [
 def test_both_sides_of_a_cut_network_end_at_the_time_limit(
     tmp_path: Path, by: str, cut: int, doing: str, time_: int
 ) -> None:
-    limit = 3
+    limit = 8  # which holds for init, too
     environ = {"HORORING_TIMEOUT_S": str(limit), "HORORING_TRANSPORT": by}
     with LiveJob(RANKS, 3, doing, str(tmp_path), hosts="1,2", **environ) as job:
         computes = doing == "compute_then_reduce"
@@ -285,7 +286,7 @@ def test_both_sides_of_a_cut_network_end_at_the_time_limit(
         for rank in range(3):
             failure = json.loads(job.said(rank, "failed"))
             assert failure["kind"] == "TransportError", failure
-            assert failure["seconds"] < limit + 2, failure
+            assert failure["seconds"] < limit + 15, failure
 
 
 @needs_hosts

@@ -272,18 +272,18 @@ def test_shutdown_in_one_rank_is_told_to_the_others():
 @pytest.mark.parametrize("transport", tiers.choose(TRANSPORTS, push=["auto", "mpi"]))
 def test_a_stopped_rank_is_named_at_the_time_limit(transport: str):
     environ = {
-        "HORORING_TIMEOUT_S": "3",
+        "HORORING_TIMEOUT_S": "8",  # which holds for init, too
         "HORORING_STALL_WARNING_S": "1",
         "HORORING_TRANSPORT": transport,
     }
-    with LiveJob(RANKS, 3, "stop_in_a_large_allreduce", **environ) as job:
+    with LiveJob(RANKS, 3, "stop_in_a_large_allreduce", options=PATIENT, **environ) as job:
         for rank in range(2):
             # Either rank may notice it first; over MPI, rank 0 waits for rank 1, in a ring.
             seen = failure(job, rank)
             assert seen["kind"] == "TransportError", seen
             assert "allreduce 'large' (REDUCE): no progress from rank(s) 2 for" in seen["text"]
-            assert 2.5 < seen["seconds"] < 30
-            warning = "stall: allreduce 'large' (REDUCE): no progress from rank(s) 2 for 1"
+            assert 7.5 < seen["seconds"] < 30
+            warning = "stall: allreduce 'large' (REDUCE): no progress from rank(s) 2 for "
             assert warning in job.printed(rank), job.report()
         check_end(job)
 
@@ -297,7 +297,7 @@ def test_a_stopped_rank_is_named_at_the_time_limit(transport: str):
 )
 def test_all_others_end_when_rank_0_is_stopped_in_a_loop_of_steps(transport: str, time_: int):
     """At any point: in a batch, or while it negotiates."""
-    limit = 3
+    limit = 8  # which holds for init, too
     environ = {"HORORING_TIMEOUT_S": str(limit), "HORORING_TRANSPORT": transport}
     with LiveJob(RANKS, 3, "reduce_until_it_fails", options=PATIENT, **environ) as job:
         job.wait_until_all_say("working")
@@ -307,7 +307,7 @@ def test_all_others_end_when_rank_0_is_stopped_in_a_loop_of_steps(transport: str
             seen = failure(job, rank)
             assert seen["kind"] == "TransportError", seen
             assert "rank 0 on host" in seen["text"] or "from rank(s) 0 for" in seen["text"], seen
-            assert seen["seconds"] < limit + 2, seen
+            assert seen["seconds"] < limit + 15, seen
         os.kill(job.pid(0), signal.SIGKILL)
         check_end(job)
 
@@ -337,7 +337,7 @@ def test_a_stopped_coordinator_is_named_in_a_warning_and_ends_a_stall():
         assert "allreduce 'x' (NEGOTIATE): rank 0 on host" in seen["text"]
         assert seen["seconds"] < 30
         warning = f"rank 0 on host {os.uname().nodename}, which coordinates, has given no sign"
-        assert f"stall: allreduce 'x' (NEGOTIATE): {warning} of life for 1 s" in job.printed(1)
+        assert f"stall: allreduce 'x' (NEGOTIATE): {warning} of life for " in job.printed(1)
         check_end(job)
 
 
@@ -413,11 +413,19 @@ def test_a_rank_that_dies_before_another_init_is_named_by_it():
         check_end(job)
 
 
+def has_engine(pid: int) -> bool:
+    """Whether a process has a thread of the engine."""
+    return any(
+        task.read_text() == "hororing\n" for task in Path(f"/proc/{pid}/task").glob("*/comm")
+    )
+
+
 def test_a_rank_that_dies_while_others_are_in_mpi_init_is_named_to_them():
     with LiveJob(RANKS, 3, "wait_for_one_in_mpi_init", options=ULFM) as job:
         victim = job.pid(2)
         job.wait_until_all_say("pid")
-        time.sleep(3)  # until ranks are in MPI_Init, and have checked the others
+        assert poll(lambda: all(has_engine(job.pid(rank)) for rank in range(2))), job.report()
+        time.sleep(1.5)  # until they have checked the others
         os.kill(victim, signal.SIGKILL)
         for rank in range(2):
             seen = failure(job, rank)
@@ -432,7 +440,7 @@ def test_a_rank_that_dies_while_others_are_in_mpi_init_is_named_to_them():
 def test_an_interrupt_ends_init_and_leaves_no_engine():
     with LiveJob(RANKS, 2, "wait_for_one_in_mpi_init") as job:
         job.wait_until_all_say("pid")
-        time.sleep(1)  # until the ranks are in MPI_Init, or just before it
+        assert poll(lambda: has_engine(job.pid(0))), job.report()  # which is about to call MPI_Init
         os.kill(job.pid(0), signal.SIGINT)
         _, initialized, state = job.said(0, "interrupted").split()
         assert (initialized, state) == ("False", "0")

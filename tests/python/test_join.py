@@ -342,7 +342,8 @@ def test_the_stall_inspector_names_the_missing_but_not_who_has_joined():
     quick = {"HORORING_STALL_WARNING_S": "0.2", "HORORING_STALL_SHUTDOWN_S": "0"}
     job = mpirun.run(__file__, 3, "wait_long", environment=quick)
     assert job.returncode == 0, job.report()
-    warnings = [line for line in job.outputs[0].splitlines() if "stall: waiting" in line]
+    lines = [line for line in job.outputs[0].splitlines() if "stall: waiting" in line]
+    warnings = [line for line in lines if "who is there" not in line]  # before rank 1 has joined
     assert warnings, job.report()
     for line in warnings:
         assert "allreduce 'late': submitted by rank 0, missing rank 2." in line
@@ -352,6 +353,10 @@ def test_the_stall_inspector_names_the_missing_but_not_who_has_joined():
 def wait_long() -> None:
     """Rank 1 joins; rank 2 makes the others wait, then all wait for rank 0 to join."""
     hvd.init()
+    # Rank 1 must have joined before the others are warned about.
+    joined = False
+    while hvd.rank() != 1 and not joined:
+        joined = hvd.allreduce(np.ones(1), name="who is there", op=hvd.Sum)[0] == 2
     if hvd.rank() == 0:
         assert hvd.allreduce(np.ones(1), name="late", op=hvd.Sum)[0] == 2
         time.sleep(1)  # no warning may come meanwhile

@@ -280,6 +280,7 @@ def case_the_optimizer_of_tensorflow_and_its_variables() -> None:
     assert float(variable) == 1.0
 
 
+@pytest.mark.timeout(mpirun.CASES_LIMIT_S + 20)
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 def test_legacy_keras(case: str):
     pytest.importorskip("tf_keras")

@@ -262,6 +262,7 @@ def cases(size: int, transport: str) -> mpirun.Job:
 
 
 # Over "mpi" the engine's thread is inside MPI all the time.
+@pytest.mark.timeout(mpirun.CASES_LIMIT_S + 20)
 @pytest.mark.parametrize(
     ("size", "transport"),
     tiers.choose(

@@ -462,6 +462,7 @@ def _job(transport: str, size: int) -> mpirun.Job:
     )
 
 
+@pytest.mark.timeout(mpirun.CASES_LIMIT_S + 20)
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 @pytest.mark.parametrize(
     ("transport", "size"),

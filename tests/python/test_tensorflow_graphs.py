@@ -794,11 +794,12 @@ def lose_a_peer() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun's, while survivors speak
     hvd.init()
     hvd.allreduce(tf.ones([1]))
-    say("ready")
     if hvd.rank() == 1:
+        say("ready")
         while True:
             time.sleep(1)
     try:
+        say("ready")
         total(tf.ones([2]), name="interrupted")
     except KeyboardInterrupt:
         say("interrupted")

@@ -462,7 +462,7 @@ def case_names_of_two_optimizers_that_meet_are_an_error_that_tells_of_them() -> 
     if hvd.size() == 1:
         return
     hvd.shutdown()
-    with engine(CYCLE_TIME_MS=400):  # keeps requests in flight until the end of the pass
+    with engine(CYCLE_TIME_MS=10000):  # keeps requests in flight until the end of the pass
         models = [network(), network()]
         optimizers = [distributed(model) for model in models]
         with pytest.raises(DuplicateNameError, match=r"(?s)two optimizers.*named_parameters"):

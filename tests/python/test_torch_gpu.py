@@ -301,6 +301,7 @@ if "FAKE_GPU" in os.environ:  # on the ranks of a job
     globals().update(_own)
 
 
+@pytest.mark.timeout(mpirun.CASES_LIMIT_S + 20)
 @pytest.mark.skipif(FAKE is None, reason=WHY_NOT)
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 @pytest.mark.parametrize(

@@ -55,14 +55,16 @@ TEST(the_reports_of_a_batch_do_not_grow_with_its_tensors) {
   EngineConfig config;
   config.cycle_time_ns = 4 * kMillisecond;  // a rank waits eight times as long for an answer
   for (const int late : {-1, 0, 1}) {
-    Play(2, config, [late](Player& player) {
+    Play(2, config, [&](Player& player) {
       std::vector<std::vector<float>> data(kTensors, std::vector<float>(1, 1.0f));
       std::vector<int64_t> handles(kTensors);
       const Stats& stats = player.engine->stats();
       int64_t sent = 0, batches = 0;
+      TimeNs begin = 0;
       for (int round = 0; round <= kRounds; ++round) {
         if (round == 1) sent = stats.control_messages_sent;
         if (round == 1) batches = stats.batches;
+        if (round == 1) begin = NowNs();
         if (player.rank == late) std::this_thread::sleep_for(std::chrono::milliseconds(20));
         for (int i = 0; i < kTensors; ++i) {
           const size_t place = static_cast<size_t>(i);
@@ -71,9 +73,11 @@ TEST(the_reports_of_a_batch_do_not_grow_with_its_tensors) {
         }
         for (const int64_t handle : handles) CHECK_OK(player.Wait(handle));
       }
+      // On a busy machine the sleeps are long, and answers late.
+      const int64_t cycles = (NowNs() - begin) / config.cycle_time_ns;
       // A caller that waits causes a report at once, even without an answer to the last one.
-      CHECK(stats.control_messages_sent - sent <= stats.batches - batches + kRounds);
-      CHECK(stats.batches - batches < kRounds * kTensors / 4);
+      CHECK(stats.control_messages_sent - sent <= stats.batches - batches + kRounds + cycles / 8);
+      CHECK(stats.batches - batches < 2 * cycles + 4 * kRounds);
     });
   }
 }

@@ -164,7 +164,8 @@ TEST(a_tensor_on_the_cpu_of_one_rank_and_the_gpu_of_another_is_a_mismatch) {
 }
 
 TEST(a_second_device_and_a_captured_stream_are_refused_and_the_job_goes_on) {
-  PlayCuda(2, CudaConfig(), [](Player& player, OnDevice& gpu) {
+  InStep step(2);
+  PlayCuda(2, CudaConfig(), [&](Player& player, OnDevice& gpu) {
     std::vector<float> data(4);
     CHECK_OK(gpu.Allreduce("x", data, 1.0f));
     auto entry = gpu.Entry("y", data, ReduceOp::kSum);
@@ -174,13 +175,16 @@ TEST(a_second_device_and_a_captured_stream_are_refused_and_the_job_goes_on) {
     CHECK(Contains(status.message(), "'y' (SUBMIT): the tensor is on CUDA device 5"));
     CHECK(Contains(status.message(), "one process per GPU"));
     int64_t last = 0;
-    if (player.rank == 0) fake_gpu_set("capturing", 1);
+    fake_gpu_synchronize(gpu.stream);
+    step.Wait();  // no stream of the process is in use
     if (player.rank == 0) {
+      fake_gpu_set("capturing", 1);
       status = gpu.Ready(entry.get());
       CHECK(status.code() == Code::kInvalidArgument);
       CHECK(Contains(status.message(), "CUDA graph"));
       fake_gpu_set("capturing", 0);
     }
+    step.Wait();
     CHECK_OK(player.Join(&last));
   });
   NothingLeft();
