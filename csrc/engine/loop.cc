@@ -17,7 +17,7 @@ namespace {
 
 // Time limits for the last messages: the agreement to stop, and the end of the timeline. The short
 // one is for a revoked transport, which only announces its failure.
-constexpr TimeNs kFinalTimeout = 2 * kSecond, kTimelineTimeout = 5 * kSecond;
+constexpr TimeNs kFinalTimeout = 2 * kSecond, kTimelineTimeout = 4 * kSecond;
 constexpr TimeNs kRevokedTimeout = kSecond / 5;
 
 Coordinator::Options CoordinatorOptions(const EngineConfig& config, const World& world) {
@@ -265,9 +265,9 @@ void Loop::DrainAndStop() {
                                 std::to_string(step_));
   }
   timeline_.Switch(false, false);
-  transport_.Flush(After(NowNs(), transport_.revoked() ? kRevokedTimeout : kFinalTimeout));
+  const TimeNs begin = NowNs(), deadline = After(begin, kTimelineTimeout);
+  transport_.Flush(After(begin, transport_.revoked() ? kRevokedTimeout : kFinalTimeout));
   if (!timeline_.closed() && final_->code() == Code::kShutDown) {
-    const TimeNs deadline = After(NowNs(), kTimelineTimeout);
     int peer = 0;
     std::string message;
     std::vector<TraceEvent> events;
@@ -279,6 +279,7 @@ void Loop::DrainAndStop() {
         timeline_.Receive(peer, events, last);
       }
     }
+    timeline_.WarnIfLate();
   }
   timeline_.CloseNow();
 }

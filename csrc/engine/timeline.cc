@@ -69,14 +69,16 @@ void Timeline::CloseNow() {
     Log(LogLevel::kWarning, "timeline: " + std::to_string(sink_.dropped()) +
                                 " events of rank 0 were dropped because too many were waiting");
   }
+  Check(writer_.Close());
+}
+
+void Timeline::WarnIfLate() const {
+  if (!writer_.is_open() || ended_[0] == 0) return;
   std::vector<int> late;
   for (size_t rank = 0; rank < ended_.size(); ++rank) {
     if (ended_[rank] == 0) late.push_back(static_cast<int>(rank));
   }
-  if (!late.empty()) {
-    Log(LogLevel::kWarning, "timeline: the last events of " + RanksText(late) + " did not arrive");
-  }
-  Check(writer_.Close());
+  Log(LogLevel::kWarning, "timeline: the last events of " + RanksText(late) + " did not arrive");
 }
 
 void Timeline::ShipAll(bool last) {

@@ -297,15 +297,14 @@ Status TraceWriter::Wrap(std::string* block) {
   return Status::Ok();
 }
 
-// White space after the end is harmless, so only the brackets must change at once.
+// White space after the end is harmless. `end` is behind the old one.
 Status TraceWriter::MoveEnd(int64_t end) {
-  const int64_t old_end = end_;
-  const int64_t from = old_end + kTailBytes;
   const auto spaces = [](int64_t bytes) { return std::string(static_cast<size_t>(bytes), ' '); };
-  if (end > from) HORORING_RETURN_IF_ERROR(WriteAt(spaces(end - from), from));
+  HORORING_RETURN_IF_ERROR(WriteAt(spaces(end - end_), end_ + kTailBytes));
+  HORORING_RETURN_IF_ERROR(WriteAt(spaces(kTailBytes), end_));
   HORORING_RETURN_IF_ERROR(WriteAt(kTail, end));
   end_ = end;
-  return WriteAt(spaces(std::min(kTailBytes, end - old_end)), old_end);
+  return Status::Ok();
 }
 
 Status TraceWriter::WriteAt(const std::string& bytes, int64_t at) {

@@ -7,8 +7,8 @@
 //   [ record, record, record            ...white space...            ]
 //                           ^ tail_                                  ^ end_
 //
-// Linux checks for SIGKILL between the pages of a write, so no record crosses a page. The only gap
-// is a microsecond between the two writes that move the end, once per reserve.
+// Linux checks for SIGKILL between the pages of a write, so no record crosses a page. For a
+// microsecond, once per reserve, the end is missing, without which viewers read the array, too.
 //
 // Note [The last part]: with a limit, the pages behind the metadata are a ring. When the file has
 // reached the limit, records overwrite the oldest ones, page by page. Each page consists of

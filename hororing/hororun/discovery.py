@@ -62,7 +62,7 @@ class Discovery:
         self._failed = failed
         self._next_at = time.monotonic()
         self._popen: subprocess.Popen[bytes] | None = None
-        self._was_empty = False
+        self._was_empty = True
         self._pidfd = self._out = self._err = -1
 
     def left_s(self) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 from hororing.rendezvous.elastic_store import ElasticStore
 from hororing.rendezvous.generations import Event, Lost, World
 
-DEADLINE_S = 240.0  # on a busy machine, four processes take a minute to import TensorFlow
+DEADLINE_S = 200.0  # on a busy machine, four processes take a minute to import TensorFlow
 SECRET = "of these tests, 32 characters ..."
 
 # A step is a sum of ones. The ranks agree to stop once the file `stop` exists.

@@ -15,6 +15,7 @@ test_case = session.on_ranks(globals(), 1, 2, 3, 4, push=[1, 3], session="torch"
 
 # test_conformance_algorithms.py also plays the results over MPI.
 @tiers.full
+@pytest.mark.timeout(mpirun.CASES_LIMIT_S + 20)
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 @pytest.mark.parametrize("transport", ["mpi", "tcp"])
 def test_case_over(transport: str, case: str):

@@ -49,7 +49,7 @@ def test_it_trains_to_the_end_without_a_rank(words: list[str], last: str, tmp_pa
         assert job.poll() is None, job.communicate()
         killed = int(worlds()[0]["members"][0]["pid"])
         os.kill(killed, signal.SIGKILL)
-        said = job.communicate(timeout=2 * PATIENCE_S)
+        said = job.communicate(timeout=PATIENCE_S)
     finally:
         job.kill()
         job.wait()

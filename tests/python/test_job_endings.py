@@ -307,7 +307,7 @@ def test_all_others_end_when_rank_0_is_stopped_in_a_loop_of_steps(transport: str
             seen = failure(job, rank)
             assert seen["kind"] == "TransportError", seen
             assert "rank 0 on host" in seen["text"] or "from rank(s) 0 for" in seen["text"], seen
-            assert seen["seconds"] < limit + 15, seen
+            assert seen["seconds"] < 2 * limit - 0.5, seen
         os.kill(job.pid(0), signal.SIGKILL)
         check_end(job)
 
@@ -415,9 +415,11 @@ def test_a_rank_that_dies_before_another_init_is_named_by_it():
 
 def has_engine(pid: int) -> bool:
     """Whether a process has a thread of the engine."""
-    return any(
-        task.read_text() == "hororing\n" for task in Path(f"/proc/{pid}/task").glob("*/comm")
-    )
+    tasks = Path(f"/proc/{pid}/task").glob("*/comm")
+    try:
+        return any(task.read_text() == "hororing\n" for task in tasks)
+    except OSError:  # a thread has just ended
+        return False
 
 
 def test_a_rank_that_dies_while_others_are_in_mpi_init_is_named_to_them():

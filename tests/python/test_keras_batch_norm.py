@@ -291,6 +291,7 @@ test_on_tensorflow = session.on_ranks(globals(), 2, push=[2], session="tensorflo
 
 
 @tiers.full
+@pytest.mark.timeout(mpirun.CASES_LIMIT_S + 20)
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 @pytest.mark.parametrize("size", [2, 4])
 def test_on_torch(case: str, size: int) -> None:

@@ -375,6 +375,7 @@ test_on_torch = session.on_ranks(globals(), 2, push=[2], session="keras on torch
 
 
 @tiers.full
+@pytest.mark.timeout(mpirun.CASES_LIMIT_S + 20)
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 def test(case: str, backend: str):

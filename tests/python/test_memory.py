@@ -45,6 +45,7 @@ def case_sums_take_two_fusion_buffers_and_32_mib_at_most() -> None:
     hvd.barrier()
 
 
+@pytest.mark.timeout(mpirun.CASES_LIMIT_S + 20)
 @pytest.mark.parametrize(("size", "backend", "fusion_mib"), tiers.choose(JOBS, JOBS[1:2]))
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 def test_on_ranks(case: str, size: int, backend: str, fusion_mib: int) -> None:

@@ -776,6 +776,7 @@ test_graphs = session.on_ranks(globals(), 2, push=[2], session="tensorflow")
 
 
 @tiers.full
+@pytest.mark.timeout(mpirun.CASES_LIMIT_S + 20)
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 @pytest.mark.parametrize("job", JOBS)
 def test_graphs_in_other_jobs(job: str, case: str):

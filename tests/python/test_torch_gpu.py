@@ -314,6 +314,7 @@ def test_case(case: str, size: int, way: str):
 
 
 @tiers.full
+@pytest.mark.timeout(mpirun.CASES_LIMIT_S + 20)
 @pytest.mark.skipif(FAKE is None, reason=WHY_NOT)
 @pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))

@@ -83,7 +83,7 @@ def same_shape(tensors: Sequence[torch.Tensor]) -> bool:
     return all(tensor.shape == tensors[0].shape for tensor in tensors)
 
 
-# The minimum wait for the first member's sign. All members have been here milliseconds before.
+# The minimum wait for the first member's sign, whatever the group's timeout.
 _SIGN_S = 10.0
 
 
