@@ -279,7 +279,6 @@ void Loop::DrainAndStop() {
         timeline_.Receive(peer, events, last);
       }
     }
-    timeline_.WarnIfLate();
   }
   timeline_.CloseNow();
 }

@@ -5,7 +5,6 @@
 
 #include "base/log.h"
 #include "negotiation/codec.h"
-#include "negotiation/validate.h"
 
 namespace hororing {
 namespace {
@@ -70,15 +69,6 @@ void Timeline::CloseNow() {
                                 " events of rank 0 were dropped because too many were waiting");
   }
   Check(writer_.Close());
-}
-
-void Timeline::WarnIfLate() const {
-  if (!writer_.is_open() || ended_[0] == 0) return;
-  std::vector<int> late;
-  for (size_t rank = 0; rank < ended_.size(); ++rank) {
-    if (ended_[rank] == 0) late.push_back(static_cast<int>(rank));
-  }
-  Log(LogLevel::kWarning, "timeline: the last events of " + RanksText(late) + " did not arrive");
 }
 
 void Timeline::ShipAll(bool last) {

@@ -34,8 +34,6 @@ class Timeline {
   TimeNs NextDeadline() const;
   // Rank 0: false while a file is open.
   bool closed() const { return !writer_.is_open(); }
-  // Rank 0: warns about ranks whose last events are missing.
-  void WarnIfLate() const;
   // Rank 0: closes without waiting for missing ranks (they are dead, or too late).
   void CloseNow();
 

@@ -297,7 +297,7 @@ Status TraceWriter::Wrap(std::string* block) {
   return Status::Ok();
 }
 
-// White space after the end is harmless. `end` is behind the old one.
+// White space after the end is harmless. `end` must be greater than `end_`.
 Status TraceWriter::MoveEnd(int64_t end) {
   const auto spaces = [](int64_t bytes) { return std::string(static_cast<size_t>(bytes), ' '); };
   HORORING_RETURN_IF_ERROR(WriteAt(spaces(end - end_), end_ + kTailBytes));

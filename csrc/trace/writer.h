@@ -7,8 +7,9 @@
 //   [ record, record, record            ...white space...            ]
 //                           ^ tail_                                  ^ end_
 //
-// Linux checks for SIGKILL between the pages of a write, so no record crosses a page. For a
-// microsecond, once per reserve, the end is missing, without which viewers read the array, too.
+// Linux checks for SIGKILL between the pages of a write, so no record crosses a page. When a
+// reserve is used up, the closing bracket is missing for a microsecond. It is optional in the Trace
+// Event Format.
 //
 // Note [The last part]: with a limit, the pages behind the metadata are a ring. When the file has
 // reached the limit, records overwrite the oldest ones, page by page. Each page consists of

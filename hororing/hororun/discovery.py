@@ -42,7 +42,8 @@ class Discovery:
     Parameters
     ----------
     slots : for hosts without a number; None: that is an error.
-    found : called with the hosts, each time the script succeeds. An empty list must come twice.
+    found : called with the hosts, each time the script succeeds; not with the first empty list
+        after others.
     failed : called with the error otherwise.
     """
 
@@ -127,7 +128,7 @@ class Discovery:
             self._finish(str(error))
             return
         self._next_at = time.monotonic() + EVERY_S
-        # A script that prints a file may find it empty while the file is being rewritten.
+        # The script may print a file that is just being rewritten, and so is empty.
         if hosts or self._was_empty:
             self._found(hosts)
         self._was_empty = not hosts

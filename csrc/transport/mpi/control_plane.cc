@@ -131,7 +131,7 @@ Status MpiTransport::CallError(const char* call, int error, int peer) {
 void MpiTransport::ReceiveFinalMessages(int peer) {
   if (std::exchange(receiving_final_, true)) return;
   const TimeNs end = After(NowNs(), kFinalMessageTime);
-  int late = 0;  // on a busy machine, the time may be over at once
+  int late = 0;  // a descheduled thread still makes some progress after `end`
   while (failure_.ok() && !(peer >= 0 && PeerOf(peer).closed) && (NowNs() < end || late++ < 10)) {
     if (!ProgressControl()) sched_yield();
   }

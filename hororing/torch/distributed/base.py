@@ -83,7 +83,7 @@ def same_shape(tensors: Sequence[torch.Tensor]) -> bool:
     return all(tensor.shape == tensors[0].shape for tensor in tensors)
 
 
-# The minimum wait for the first member's sign, whatever the group's timeout.
+# The minimum timeout of the broadcast that agrees on a group's keys in the store.
 _SIGN_S = 10.0
 
 
@@ -122,7 +122,7 @@ class Group(_Base):  # type: ignore[misc]
         handle = verbs.start_broadcast(
             sign, self._ranks[0], f"{self._name}.sign", self._set, in_place=True
         )
-        # Once expired, it would fail all later calls that need it.
+        # If it expired, all later calls that need the keys would fail.
         timeout_s = max(self._timeout_s, _SIGN_S)
         signed = Work(f"{self._name}.sign", handle, [sign], timeout_s)
         self._board = Board(
