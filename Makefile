@@ -28,11 +28,15 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := slot:oversubscribe
 export PRTE_MCA_hwloc_default_binding_policy := none
 
+# Hundreds of processes of the tests import the same files: compile them once.
+export PYTHONDONTWRITEBYTECODE :=
+
 # One build folder for the package in place and for the C++ tests.
 CORE := build/editable
 TESTING := CMAKE_ARGS="-DHORORING_TESTING=ON $(CMAKE_ARGS)"
 # Some tests mostly wait.
 CTEST := --output-on-failure --no-tests=error --parallel $(shell expr $(JOBS) + 1)
+PYTEST := -n $(JOBS)
 
 # ThreadSanitizer of older compilers fails with much address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
@@ -60,7 +64,7 @@ programs: build
 test: test-cpp tsan test-py  ## the tests that every change must pass
 
 test-all: test-cpp tsan asan programs  ## all tests: before a change of engine, transports or adapters is done
-	pytest --full
+	pytest $(PYTEST) --full
 	$(MAKE) test-tensorflow
 
 test-cpp: programs  ## C++ tests, as installed
@@ -77,7 +81,7 @@ asan: $(VENV)/.dev  ## C++ tests under AddressSanitizer and UndefinedBehaviorSan
 	ctest --test-dir build/asan $(CTEST)
 
 test-py: programs  ## Python tests of the push tier
-	pytest
+	pytest $(PYTEST)
 
 # Nothing is built for it: one plug-in serves all versions.
 test-tensorflow: build $(OTHER)/.ready  ## Python tests of TensorFlow's adapter on another one: TF=2.19.1

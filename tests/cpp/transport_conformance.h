@@ -242,7 +242,7 @@ inline Status ReceiveNothing(Rank& rank) {
 }
 
 inline const std::string& Much() {
-  static const std::string much(32 << 20, 'm');
+  static const std::string much((kFew ? 16 : 32) << 20, 'm');  // more than the sockets' buffers
   return much;
 }
 
@@ -264,7 +264,7 @@ inline const EndlessWait kEndlessWaits[] = {
     {"ring",
      [](Rank& rank) {
        if (rank.rank() == 0) return ReceiveNothing(rank);
-       std::vector<float> data(8 << 20, 1.0f);
+       std::vector<float> data(Much().size() / sizeof(float), 1.0f);
        hororing::Scratch scratch;
        return hororing::RingAllreduce(rank.transport, {data.data(), data.size(), {}}, scratch,
                                       kForever);

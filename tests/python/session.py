@@ -7,6 +7,7 @@ that result counts, and if the two differ, there is a warning. The remaining fil
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 import warnings
@@ -116,7 +117,9 @@ def on_ranks(
     file = namespace["__file__"]
 
     @pytest.mark.timeout(2 * mpirun.CASES_LIMIT_S + 20)  # in the shared job, and again alone
-    @pytest.mark.parametrize("size", tiers.choose(sizes, push))
+    @pytest.mark.parametrize(
+        "size", tiers.choose(sizes, push), ids=lambda size: f"{session}:{size}" if session else None
+    )
     @pytest.mark.parametrize("case", cases or mpirun.case_names(namespace))
     def test(case: str, size: int) -> None:
         shared = _SESSIONS.get((session, size))
@@ -127,18 +130,31 @@ def on_ranks(
     return test
 
 
+def group(test: str) -> str:
+    """Return what runs in one process of pytest-xdist: the tests of a shared job, or of a file."""
+    shared = re.search(r"-([\w ]+:\d+)\]$", test)  # the ids of on_ranks
+    return shared[1] if shared else test.split("::")[0]
+
+
 def plan(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Assign the selected files to jobs; return the tests in the order of jobs."""
-    first: dict[object, int] = {}
-    order = []
-    for number, item in enumerate(items):
+    """Assign the selected files to jobs; return the tests in the order of jobs.
+
+    Shared jobs come first, the largest of them at the head, then the files with the fewest tests,
+    which take longest: processes of pytest-xdist that share the tests end at about the same time.
+    """
+    jobs: dict[str, list[pytest.Item]] = {}
+    shared = set()
+    for item in items:
+        key = group(item.nodeid)
+        jobs.setdefault(key, []).append(item)
         session, file = getattr(getattr(item, "function", None), "session", ("", ""))
-        key: object = item.path
         if session:
+            shared.add(key)
             size = item.callspec.params["size"]  # type: ignore[attr-defined]
             found = _SESSIONS.setdefault((session, size), Session(size))
             if file not in found.files:
                 found.files.append(file)
-            key = (session, size)
-        order.append((first.setdefault(key, number), number, item))
-    return [item for _, _, item in sorted(order, key=lambda each: each[:2])]
+    order = sorted(
+        jobs, key=lambda key: (0, -len(jobs[key])) if key in shared else (1, len(jobs[key]))
+    )
+    return [item for key in order for item in jobs[key]]

@@ -18,8 +18,6 @@ import pytest
 import session
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -166,6 +164,9 @@ class Layers(torch.nn.Module):
 def case_ddp_is_compiled_in_parts_and_buckets_travel_between_them() -> None:
     if hvd.size() == 1:
         return  # without a launcher, init_process_group asks for RANK
+    from functorch.compile import make_boxed_func  # takes seconds
+    from torch._dynamo.backends.common import aot_autograd
+
     dist.init_process_group("hororing")
     torch._dynamo.reset()
     ddp = [DistributedDataParallel(Layers(), bucket_cap_mb=1) for _ in range(2)]

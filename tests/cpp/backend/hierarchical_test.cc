@@ -112,7 +112,7 @@ TEST(large_batches_wrap_around_the_slots) {
   for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1}}) {
     HostsWorld world("inproc", hosts);
     auto backends = Backends(world);
-    for (int round = 0; round < 2; ++round) {
+    for (int round = 0; round < (hororing_test::kFew ? 1 : 2); ++round) {
       CHECK_EQ(Check(world, backends, sum, {2500000, 77, 100001}, random), std::string());
     }
   }
