@@ -37,7 +37,7 @@ def pytest_collection() -> Generator[None, object, object]:
     """Collect without the garbage collector, which takes a third of the time otherwise."""
     gc.disable()
     collected = yield
-    gc.freeze()  # no test's gc.collect() looks at the frameworks
+    gc.freeze()  # later collections skip the imported frameworks
     gc.enable()
     return collected
 
@@ -60,7 +60,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return shared_jobs.group(nodeid)
 
-    config.option.loadscopereorder = False  # keep the order of plan()
     return ByJob(config, log)
 
 

@@ -137,24 +137,15 @@ def group(test: str) -> str:
 
 
 def plan(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Assign the selected files to jobs; return the tests in the order of jobs.
-
-    Shared jobs come first, the largest of them at the head, then the files with the fewest tests,
-    which take longest: processes of pytest-xdist that share the tests end at about the same time.
-    """
-    jobs: dict[str, list[pytest.Item]] = {}
-    shared = set()
-    for item in items:
-        key = group(item.nodeid)
-        jobs.setdefault(key, []).append(item)
+    """Assign the selected files to jobs; return the tests in the order of jobs."""
+    first: dict[str, int] = {}
+    order = []
+    for number, item in enumerate(items):
         session, file = getattr(getattr(item, "function", None), "session", ("", ""))
         if session:
-            shared.add(key)
             size = item.callspec.params["size"]  # type: ignore[attr-defined]
             found = _SESSIONS.setdefault((session, size), Session(size))
             if file not in found.files:
                 found.files.append(file)
-    order = sorted(
-        jobs, key=lambda key: (0, -len(jobs[key])) if key in shared else (1, len(jobs[key]))
-    )
-    return [item for key in order for item in jobs[key]]
+        order.append((first.setdefault(group(item.nodeid), number), number, item))
+    return [item for _, _, item in sorted(order, key=lambda each: each[:2])]
