@@ -13,6 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
@@ -292,7 +293,10 @@ def refuse_without_mpi(launch: Launch) -> None:
 def refuse_children(launch: Launch, environ: Mapping[str, str] | None = None) -> None:
     """ValueError in a process that a rank started: it inherits a rank that is not its own."""
     env = os.environ if environ is None else environ
-    if multiprocessing.parent_process() is not None and (launch.mpi or _is_inherited(launch)):
+    # Since Python 3.14, a fork server imports the script, too, under the name that workers use.
+    again = getattr(sys.modules.get("__mp_main__"), "__name__", "") == "__mp_main__"
+    is_worker = again or multiprocessing.parent_process() is not None
+    if is_worker and (launch.mpi or _is_inherited(launch)):
         raise ValueError(
             "init: called in a worker process of multiprocessing, which inherits the rank of "
             "its parent; put the script's code under if __name__ == '__main__':"

@@ -8,6 +8,7 @@ installed Horovod is hidden, not changed.
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -140,3 +141,5 @@ def _install_in_workers() -> None:
         return {**prepare(name), "hororing.as_horovod": InstallWhenUnpickled()}
 
     spawn.get_preparation_data = get_preparation_data
+    # Since Python 3.14, a fork server would import the script, without that data. Its workers do.
+    multiprocessing.set_forkserver_preload([])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import glob
 import io
 import json
@@ -302,8 +301,8 @@ def _output(
 ) -> Output:
     tag = size > 1 if arguments.tag_output is None else arguments.tag_output
     streams: dict[str, io.RawIOBase] = {}
-    for name, number in ((STDOUT, 1), (STDERR, 2)):
-        with contextlib.suppress(OSError):  # closed
+    for name, number, own in ((STDOUT, 1, sys.__stdout__), (STDERR, 2, sys.__stderr__)):
+        if own is not None:  # closed at start: the number may be another file's by now
             streams[name] = io.FileIO(number, "w", closefd=False)
     plain = "NO_COLOR" in launch.environment()
     return Output(

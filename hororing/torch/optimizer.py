@@ -117,7 +117,9 @@ def DistributedOptimizer(
         reducer = ChoosingReducer if is_auto else CompressingReducer
         return become(
             optimizer, kind, options, named_parameters, backward_passes_per_step,
-            cast(Any, groups), _reducer_type=functools.partial(cast(Any, reducer), method),
+            cast(Any, groups),
+            # In a class, a partial becomes a method in Python 3.14.
+            _reducer_type=staticmethod(functools.partial(cast(Any, reducer), method)),
         )  # fmt: skip
     several = size() > 1 or membership.is_elastic()
     mixin: type[Distributed] = DeltaDistributed if op == Adasum and several else Distributed

@@ -48,6 +48,8 @@ def nccl_include() -> Path:
 def test_what_we_declare_of_cuda_and_nccl_is_what_their_headers_say():
     toolkits = sorted(Path("/usr/local").glob("cuda*/include"), reverse=True)
     cuda = folder_of("cuda.h", *toolkits, Path("/usr/include"), *installed("nvidia/cu*/include"))
+    for part in ("crt/host_config.h", "nv/target"):  # in packages of their own since CUDA 13
+        folder_of(part, cuda, cuda / "cccl")
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     assert compiler
     command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}"]

@@ -201,6 +201,20 @@ def test_ranks_meet_in_the_store_of_hororun():
     assert sorted(done.stdout.splitlines()) == [f"[{n}] ['0', '1', '2']" for n in range(3)]
 
 
+def test_a_worker_that_imports_the_script_again_is_told_what_to_do(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "import hororing.numpy as hvd\n"
+        "hvd.init()\n"
+        "worker = multiprocessing.get_context('forkserver').Process(target=print)\n"
+        "worker.start()\n"
+        "worker.join()\n"
+    )
+    done = run("-np", "2", sys.executable, str(script))
+    assert "put the script's code under if __name__ == '__main__':" in done.stderr
+
+
 def test_a_rank_that_ends_without_init_is_an_error_of_those_who_wait_for_it():
     script = (
         "import os, sys, time\n"

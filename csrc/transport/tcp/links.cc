@@ -43,8 +43,8 @@ Status TcpTransport::Make(int rank, std::vector<std::string> addresses, Socket l
   self.epoll_ = Socket(epoll_create1(EPOLL_CLOEXEC));
   self.bell_ = Socket(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   if (!self.epoll_ || !self.bell_) return Failed("cannot wait for connections");
-  HORORING_RETURN_IF_ERROR(self.Watch(self.listener_.fd(), kListener, EPOLLIN | EPOLLET));
-  HORORING_RETURN_IF_ERROR(self.Watch(self.bell_.fd(), kBell, EPOLLIN));
+  HORORING_RETURN_IF_ERROR(self.WatchSocket(self.listener_.fd(), kListener, EPOLLIN | EPOLLET));
+  HORORING_RETURN_IF_ERROR(self.WatchSocket(self.bell_.fd(), kBell, EPOLLIN));
   for (int peer = rank + 1; peer < self.size(); ++peer) {
     for (const Plane plane : {kControl, kData}) {
       if (self.IsEager(peer, plane)) self.StartConnect(peer, plane);
@@ -62,7 +62,7 @@ TcpTransport::TcpTransport(int rank, std::vector<std::string> addresses, Socket 
       listener_(std::move(listener)),
       peers_(addresses_.size()) {}
 
-Status TcpTransport::Watch(int fd, uint64_t what, uint32_t events) {
+Status TcpTransport::WatchSocket(int fd, uint64_t what, uint32_t events) {
   epoll_event event = {};
   event.events = events;
   event.data.u64 = what;
@@ -119,7 +119,7 @@ void TcpTransport::AcceptAll() {
     // If the process has no free file descriptors, it accepts the others later.
     accepting_ = socket || errno != EAGAIN;
     if (!socket) return;
-    if (!Watch(socket.fd(), kPending, kAllEvents).ok()) continue;
+    if (!WatchSocket(socket.fd(), kPending, kAllEvents).ok()) continue;
     if (pending_.size() == kMaxPending) pending_.pop_front();
     pending_.push_back({std::move(socket), Handshake::Accepting(options_.key, rank_), NowNs()});
     AdvanceAccept(std::prev(pending_.end()));
@@ -194,7 +194,7 @@ void TcpTransport::Retry() {
       if (begun.ok()) {
         link.handshake = Handshake::Connecting(options_.key, {rank_, peer, plane});
         const uint64_t place = static_cast<uint64_t>(peer) * 4 + (plane == kControl ? 2 : 0);
-        if (!Watch(link.socket.fd(), kOfPeer + place, kAllEvents).ok()) {
+        if (!WatchSocket(link.socket.fd(), kOfPeer + place, kAllEvents).ok()) {
           link.handshake.reset();
           link.socket = Socket();
         }
@@ -216,7 +216,7 @@ void TcpTransport::Open(int peer, Plane plane, Link* link) {
   Links& links = PeerOf(peer).links[plane];
   const uint64_t place = static_cast<uint64_t>(peer) * 4 + (plane == kControl ? 2 : 0) +
                          (link == &links.incoming ? 1 : 0);
-  Status status = Watch(link->socket.fd(), kOfPeer + place, kAllEvents);
+  Status status = WatchSocket(link->socket.fd(), kOfPeer + place, kAllEvents);
   if (status.ok()) status = SendAtOnce(link->socket.fd());
   if (status.ok()) {
     status = plane == kControl ? BreakWhenSilent(link->socket.fd(), options_.silent_ns)

@@ -116,7 +116,7 @@ class TcpTransport final : public Transport {
   Peer& PeerOf(int peer) { return peers_[static_cast<size_t>(peer)]; }
 
   // links.cc
-  Status Watch(int fd, uint64_t what, uint32_t events);
+  Status WatchSocket(int fd, uint64_t what, uint32_t events);
   bool Events();  // true if anything moved
   void AcceptAll();
   void AdvanceAccept(std::list<PendingConnection>::iterator pending);
