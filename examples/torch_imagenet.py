@@ -9,6 +9,7 @@ script continues from it, also on another number of ranks.
 import argparse
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -116,8 +117,9 @@ def main() -> None:
     cuda = torch.cuda.is_available() and not args.no_cuda
     device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")  # hvd
     torch.manual_seed(args.seed)
-    train = ImageFolder(args.train_dir, lambda image: random_part(image, args.image_size))
-    test = ImageFolder(args.val_dir, lambda image: center(image, args.image_size))
+    # Workers that are not forked receive a pickle, so a lambda would not do.
+    train = ImageFolder(args.train_dir, partial(random_part, size=args.image_size))
+    test = ImageFolder(args.val_dir, partial(center, size=args.image_size))
     if test.classes != train.classes:
         raise ValueError(f"{args.train_dir} and {args.val_dir} have different folders")
     passes = args.batches_per_allreduce
