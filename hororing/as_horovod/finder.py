@@ -141,5 +141,5 @@ def _install_in_workers() -> None:
         return {**prepare(name), "hororing.as_horovod": InstallWhenUnpickled()}
 
     spawn.get_preparation_data = get_preparation_data
-    # Since Python 3.14, a fork server would import the script, without that data. Its workers do.
+    # Since Python 3.14, a fork server would import the script itself, and it gets no such data.
     multiprocessing.set_forkserver_preload([])
