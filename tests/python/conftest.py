@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -13,6 +14,11 @@ import hororun_jobs
 import hypothesis
 import pytest
 import session as shared_jobs
+
+# A CUDA build of PyTorch imports triton with its first optimizer, which crashes if TensorFlow 2.21
+# has been imported before.
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
