@@ -2,7 +2,7 @@
 # Checks and measures everything on a machine with GPUs, in less than eight minutes:
 #
 #   benchmarks/gpu.sh [FOLDER]     results, by default benchmarks/results
-#   FAKE_GPU=build/dev/libfake_gpu.so benchmarks/gpu.sh FOLDER     without a GPU: checks that it runs
+#   FAKE_GPU=build/editable/libfake_gpu.so benchmarks/gpu.sh FOLDER     without a GPU: checks that it runs
 #
 # The first parts need the least: C++ programs that use the driver and NCCL need only CMake and a
 # compiler. The next parts need torch for CUDA and Python (PYTHON, else python3); hororun starts
@@ -59,7 +59,7 @@ part() {
   [[ $code -eq 0 ]] || failed=1
 }
 
-built() { find build/gpu build/editable build/dev -name "$1" -type f 2> /dev/null | head -n 1; }
+built() { find build/gpu build/editable -name "$1" -type f 2> /dev/null | head -n 1; }
 tells() {
   timeout $((SECONDS < MOST_SECONDS ? MOST_SECONDS - SECONDS : 1)) "$python" -c "$1" 2> /dev/null
 }
@@ -79,12 +79,12 @@ pack=$(built bench_gpu_pack)
 if [[ -n "$core" ]]; then
   part core 60 "$core" "$driver" "${nccl:-libnccl.so.2}"
 else
-  echo "== core: not built; cmake --preset dev && cmake --build --preset dev --target bench_gpu_core"
+  echo "== core: not built; cmake --build build/editable --target bench_gpu_core"
 fi
 if [[ -n "$pack" ]]; then
   part pack 30 "$pack" "$driver" ${quick[@]+"${quick[@]}"}
 else
-  echo "== pack: not built; cmake --preset dev && cmake --build --preset dev --target bench_gpu_pack"
+  echo "== pack: not built; cmake --build build/editable --target bench_gpu_pack"
 fi
 
 if ! can 'import hororing.numpy'; then

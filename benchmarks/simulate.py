@@ -76,11 +76,10 @@ JOBS = [
 def load_core() -> ModuleType:
     """Return the test module, which `make test-cpp` builds."""
     name = "_testing" + sysconfig.get_config_var("EXT_SUFFIX")
-    paths = [ROOT / "build" / preset / name for preset in ("editable", "release", "dev")]
-    found = [path for path in paths if path.exists()]
-    if not found:
+    path = ROOT / "build" / "editable" / name
+    if not path.exists():
         raise SystemExit(f"{name} is not built: make test-cpp builds it")
-    spec = importlib.util.spec_from_file_location("_testing", found[0])
+    spec = importlib.util.spec_from_file_location("_testing", path)
     assert spec is not None
     assert spec.loader is not None
     core = importlib.util.module_from_spec(spec)

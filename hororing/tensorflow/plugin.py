@@ -36,7 +36,7 @@ def load(library: Path) -> Any:
             f"TensorFlow {tf.__version__} is not known to have asynchronous kernels that hororing "
             "can use: each operation that waits for other ranks blocks a thread, and graphs of "
             "tf.compat.v1 with many independent ones may hang; raise "
-            "inter_op_parallelism_threads to their number, or use a TensorFlow from 2.18 to 2.21",
+            "inter_op_parallelism_threads to their number, or use a TensorFlow from 2.18 to 2.22",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -14,16 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-BUILDS = Path(__file__).parents[2] / "build"
+FAKE = Path(__file__).parents[2] / "build" / "editable" / "libfake_gpu.so"
 _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _begun: list[Any] = []  # keeps the work of streams alive
 _captured = [False]  # whether torch's stream is captured into a graph
 
 
 def path() -> Path | None:
-    """Return the path of the latest fake that was built without a sanitizer."""
-    built = [BUILDS / preset / "libfake_gpu.so" for preset in ("editable", "release", "dev")]
-    return max(filter(Path.exists, built), key=lambda file: file.stat().st_mtime, default=None)
+    """Return the path of the fake, or None if it is not built."""
+    return FAKE if FAKE.exists() else None
 
 
 def environment(fake: Path, **more: str) -> dict[str, str]:

@@ -93,7 +93,9 @@ def _remember() -> Callable[[], None]:
         if torch is not None:
             torch.set_default_dtype(torch.float32)
             torch.set_grad_enabled(True)
-            torch.use_deterministic_algorithms(False)
+            # Imports triton, in a CUDA build; if TensorFlow was imported before, that crashes.
+            if torch.are_deterministic_algorithms_enabled():
+                torch.use_deterministic_algorithms(False)
         tensorflow = sys.modules.get("tensorflow")
         if tensorflow is not None:
             tensorflow.config.run_functions_eagerly(False)

@@ -45,6 +45,7 @@ def interrupted(call: Callable[[], object], at: int, *functions: Any) -> bool:
 def lost_waits(start: Callable[..., int], prefix: str) -> int:
     """Return the number of lines of a wait at which an interrupt loses the result."""
     lost = 0
+    before = set(collectives._pending)  # torch keeps some of its own requests to the end
     for at in range(1, 20):
         handle = start(torch.full((3,), 1.0), op=hvd.Sum, name=f"{prefix}.{at}")
         again = hvd.rank() == 0 and interrupted(
@@ -60,7 +61,7 @@ def lost_waits(start: Callable[..., int], prefix: str) -> int:
                 hvd.synchronize(handle)
         elif hvd.rank() > 0:
             assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
-    assert not collectives._pending
+    assert set(collectives._pending) == before
     return lost
 
 
@@ -75,6 +76,7 @@ def check_optimizer(prefix: str, **options: Any) -> None:
     named = [(f"{prefix}.{i}", parameter) for i, parameter in enumerate(parameters)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), named, **options)
     lines = 0
+    before = set(collectives._pending)
     for at in range(1, 200):
         optimizer.zero_grad()
         # The last parameter has no gradient; the reducer makes one of zeros.
@@ -101,7 +103,7 @@ def check_optimizer(prefix: str, **options: Any) -> None:
         if not hvd.broadcast_object(again, name=f"{prefix}.again"):
             break
     assert 30 < lines < 199
-    assert not collectives._pending
+    assert set(collectives._pending) == before
 
 
 def case_gradients_may_be_waited_for_again_after_an_interrupt_anywhere() -> None:
