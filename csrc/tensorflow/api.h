@@ -2,7 +2,7 @@
 //
 // No header of TensorFlow is included and no library linked: the functions are looked up in the
 // process that has TensorFlow loaded, so that one binary serves every version that has them (2.18
-// to 2.21 were tried). Signatures: tensorflow/c/{ops,kernels,tf_tensor,tf_status,tf_datatype}.h,
+// to 2.22 were tried). Signatures: tensorflow/c/{ops,kernels,tf_tensor,tf_status,tf_datatype}.h,
 // whose stability TensorFlow promises.
 #pragma once
 
