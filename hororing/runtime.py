@@ -337,7 +337,10 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """Finish the timeline; returns when the file is complete. Does nothing if there is none."""
+    """Finish the timeline; returns when the file is complete. Does nothing if there is none.
+
+    Only rank 0's call has an effect. Until then, the timeline also shows what other ranks do next.
+    """
     topology()
     code = int(lib.hr_timeline_stop())
     # Another rank, which waits for no file, may have ended its script. Then the file is complete.

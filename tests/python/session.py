@@ -2,7 +2,7 @@
 
 The cases of all files run in the same processes, one file after the other, with `shutdown()`
 between them (on_rank.py). A test waits only for its own file. A file that fails runs again, alone:
-that result counts, and if the two differ, there is a warning. The remaining files run in a new job.
+that result counts, and a warning shows the first. The remaining files run in a new job.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Session:
                 self._running = _Running(self.files[at:], self.size)
             name, job, passed = self._running.wait_for_next()
             if not passed:
-                failed = job
                 self._running.kill()
                 self._running = None
                 alone = mpirun.cases_of(name, self.size)
-                if all(set(result.values()) == {""} for result in alone.results):
-                    what = f"{Path(name).name} failed among other files, and passed alone"
-                    warnings.warn(f"{what}\n{failed.report()}", stacklevel=2)
+                passed = all(set(result.values()) == {""} for result in alone.results)
+                again = "passed" if passed else "failed"
+                what = f"{Path(name).name} failed among other files, and {again} alone"
+                warnings.warn(f"{what}\n{job.report()}", stacklevel=2)
                 job = alone
             self._finished[name] = job
             if self._running is not None and not self._running.left:

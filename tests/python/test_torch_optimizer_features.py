@@ -763,6 +763,7 @@ def case_the_timeline_shows_reductions_before_the_last_hook():
         optimizer.step()
         hvd.barrier()
         hvd.stop_timeline()
+        hvd.barrier()  # until rank 0 has stopped it, it also shows the next case
         records = json.loads(file.read_text()) if hvd.rank() == 0 else []
     spans = [record for record in records if record["ph"] in "Xb"]
 
