@@ -64,6 +64,7 @@ class Discovery:
         self._next_at = time.monotonic()
         self._popen: subprocess.Popen[bytes] | None = None
         self._was_empty = True
+        self._was_slow = False
         self._pidfd = self._out = self._err = -1
 
     def left_s(self) -> float:
@@ -75,7 +76,8 @@ class Discovery:
         if time.monotonic() < self._next_at:
             return
         if self._popen is not None:
-            self._kill()  # `_ended` reports it
+            self._was_slow = True  # `_ended` reports it
+            self._kill()
             self._next_at += EVERY_S
             return
         self._next_at = time.monotonic() + _LONGEST_S
@@ -118,8 +120,11 @@ class Discovery:
 
     def _ended(self) -> None:
         code, out, errors = self._take()
+        slow, self._was_slow = self._was_slow, False
         if code != 0:
             how = f"exit code {code}" if code > 0 else f"signal {-code}"
+            if slow:
+                how = f"it took longer than {_LONGEST_S:g} s"
             self._finish(f"{how}: {errors.strip()[-_SHOWN_BYTES:]}".removesuffix(": "))
             return
         try:

@@ -110,6 +110,7 @@ class ElasticJob:
         self._expected = 0
         self._failures: list[ElasticProcess] = []
         self._recent = 0  # the first of these that no generation has followed
+        self._no_ranks: list[ElasticProcess] = []  # ended with 0 before the first generation
         self._finished = False  # a process has finished: no more are started
         self.why = ""  # it has failed
         self.answers: dict[int, bytearray] = defaultdict(bytearray)  # by number
@@ -142,7 +143,10 @@ class ElasticJob:
         process.host.of.reap(rank)
         if self._ending.begun or process.leaves:
             return
-        if code == 0 and ((process.generation and process.status == 0) or not self._generation):
+        if code == 0 and not self._generation:
+            process.slot.busy = True  # it has done its work
+            self._no_ranks.append(process)
+        elif code == 0 and process.generation and process.status == 0:
             self._finish()
         else:
             self._failed(process)
@@ -210,6 +214,10 @@ class ElasticJob:
     def _live(self) -> list[ElasticProcess]:
         return [each for each in self.processes if each.code is None]
 
+    def _used(self) -> int:
+        """The number of slots that are not free."""
+        return len(self._live()) + len(self._no_ranks)
+
     def _close(self) -> None:
         if self._discovery is not None:
             self._discovery.close()
@@ -227,10 +235,9 @@ class ElasticJob:
     def _left_s(self) -> float:
         """Time until the next action that no event triggers."""
         now = time.monotonic()
-        running = len(self._live())
         starts = not (self._ending.begun or self._finished)
         times = [
-            self._slots.next_at(now, running) if starts and self._store is not None else None,
+            self._slots.next_at(now, self._used()) if starts and self._store is not None else None,
             self._few_since + self._patience_s if starts and self._few_since else None,
             *(host.ready_by for host in self._hosts.values() if not host.of.ready),
             *(each.lost_at + self._grace_s for each in self._live() if each.lost_at is not None),
@@ -254,7 +261,7 @@ class ElasticJob:
             at_first = replace(self._what, np=self._slots.usable())
             self._store = self._make_store(at_first, self._known or (), self._events.put)
             self._store.start_thread()
-        for slot in self._slots.due(time.monotonic(), len(self._live())):
+        for slot in self._slots.due(time.monotonic(), self._used()):
             if slot.host not in self._hosts:
                 self._reach(slot.host)
             host = self._hosts.get(slot.host)
@@ -431,6 +438,8 @@ class ElasticJob:
         if not (self._ending.begun or self._finished):
             self._judge_slots()
             self._judge_members()
+            if self._no_ranks:
+                self._judge_no_ranks(self._no_ranks[0])
 
     def _judge_members(self) -> None:
         live = self._live()
@@ -442,6 +451,14 @@ class ElasticJob:
             failed = {each.slot for each in self._failures if (each.code or 0) > 0}
             if failed and len(failed) >= self._slots.usable():
                 self._fail("every process has failed before the first generation")
+
+    def _judge_no_ranks(self, first: ElasticProcess) -> None:
+        """End a job of programs that are no ranks. Ranks would wait for the processes in vain."""
+        live = self._live()
+        if self._generation or any(each.uid for each in live):
+            self._fail(f"{first.name(self._several)} has ended without calling init()")
+        elif not live and len(self._no_ranks) >= self._slots.usable():
+            self._finish()
 
     def _judge_slots(self) -> None:
         usable = self._slots.usable()

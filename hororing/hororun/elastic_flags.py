@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hororing import config, launch
+from hororing.hororun import knob_flags
 from hororing.hosts import Host
 
 # Any of the first ones makes the job elastic.
 _MAKE_ELASTIC = ("min_np", "max_np", "host_discovery_script")
 _ONLY_ELASTIC = ("slots_per_host", "blacklist_cooldown_range")
+_ONLY_ELASTIC_KNOBS = ("RESET_LIMIT", "ELASTIC_TIMEOUT_S", "PEER_TIMEOUT_S")
 NOT_ELASTIC = (
     "mpi", "nnodes", "nproc_per_node", "num_replicas", "numa_aware", "print_topology", "dry_run",
 )  # fmt: skip
@@ -77,9 +79,11 @@ def chosen(
     """
     given = [name for name in _MAKE_ELASTIC if getattr(arguments, name) is not None]
     if not given:
-        for name in _ONLY_ELASTIC:
-            if getattr(arguments, name) is not None:
-                raise ValueError(f"{_flag(name)} is for elastic jobs: give --min-np N, too")
+        knobs = knob_flags.chosen(arguments)
+        unused = [name for name in _ONLY_ELASTIC if getattr(arguments, name) is not None]
+        unused += [name.lower() for name in _ONLY_ELASTIC_KNOBS if f"HORORING_{name}" in knobs]
+        if unused:
+            raise ValueError(f"{_flag(unused[0])} is for elastic jobs: give --min-np N, too")
         return None
     for name in NOT_ELASTIC:
         if getattr(arguments, name):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 _READ_BYTES = 2**16
+_MOST_READS = 16  # 1 MiB: the largest pipe that a process can have without privileges
 STDOUT, STDERR, RESULT = "stdout", "stderr", "result"
 _SCRIPT = [sys.executable, "-I", "-S"]  # begins to run in a few ms
 
@@ -211,8 +212,10 @@ class LocalRanks:
         self._sink.exited(process.program.rank, -about.si_status if killed else about.si_status)
 
     def _drain(self, process: _Process, name: str) -> None:
-        while name in process.streams and self._read(process, name):
-            pass
+        """Pass on what is in the pipe. A process that was left behind may still be filling it."""
+        for _ in range(_MOST_READS):
+            if name not in process.streams or not self._read(process, name):
+                break
 
     def _read(self, process: _Process, name: str) -> bool:
         try:

@@ -70,7 +70,7 @@ def run(what: Start, output: Output) -> Job:
     size = len(what.placed)
     names = dict.fromkeys(place.host for place in what.placed)
     others = [name for name in names if not is_local(name)]
-    store, secret = new_store(size, bool(others))
+    store, secret = new_store(size, bool(others), ends_are_noted=True)
     job = Job(size, output, grace_s=what.grace_s, on_finished=store.note_end)
     job.host_of = {place.rank: place.host for place in what.placed} if others else {}
     here = LocalHost(job.selector, job, secret)
@@ -168,8 +168,17 @@ def run_elastic(
 
     def make_discovery(job: ElasticJob, found: Found, failed: Callable[[str], None]) -> Discovery:
         assert elastic.script is not None
+
+        def checked(hosts: list[Host]) -> None:
+            try:
+                _this_host_once(hosts)
+            except ValueError as error:
+                failed(f"--host-discovery-script: {error}")
+            else:
+                found(hosts)
+
         return Discovery(
-            job.selector, elastic.script, elastic.slots_per_host, found=found, failed=failed
+            job.selector, elastic.script, elastic.slots_per_host, found=checked, failed=failed
         )
 
     ended = ElasticJob(
@@ -186,11 +195,16 @@ def run_elastic(
     return ended
 
 
-def new_store(size: int, several_hosts: bool) -> tuple[Store, bytes]:
+def new_store(
+    size: int, several_hosts: bool, *, ends_are_noted: bool = False
+) -> tuple[Store, bytes]:
     """Return the store of a new job, not started yet, and its secret."""
     secret = protocol.new_secret()
     host = "" if several_hosts else "127.0.0.1"
-    return Store(job=secrets.token_hex(8), size=size, secret=secret, host=host), secret
+    store = Store(
+        job=secrets.token_hex(8), size=size, secret=secret, host=host, ends_are_noted=ends_are_noted
+    )
+    return store, secret
 
 
 def _assign(
@@ -268,10 +282,15 @@ def named_hosts(hosts: str | None, hostfile: str | None) -> list[Host]:
     if not hosts and not hostfile:
         return []
     found = parse_hosts(hosts) if hosts else read_hostfile(str(hostfile))
-    here = [host.name for host in found if is_local(host.name)]
-    if len(here) > 1:  # their ranks would not know that they share a host
-        raise ValueError(f"{here[0]} and {here[1]} are both this host: give it once")
+    _this_host_once(found)
     return found
+
+
+def _this_host_once(hosts: Iterable[Host]) -> None:
+    """ValueError if two names are of this host: their ranks would not know that they share it."""
+    here = [host.name for host in hosts if is_local(host.name)]
+    if len(here) > 1:
+        raise ValueError(f"{here[0]} and {here[1]} are both this host: give it once")
 
 
 def ssh(port: int | None, identity_file: str | None) -> list[str]:

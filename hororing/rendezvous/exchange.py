@@ -79,10 +79,19 @@ class Exchange:
             else:
                 raise ProtocolError("an unknown request")
 
-    def end(self, rank: int, peer: Peer | None, status: int | None, who: str) -> None:
+    def end(
+        self,
+        rank: int,
+        peer: Peer | None,
+        status: int | None,
+        who: str,
+        *,
+        may_return: bool = False,
+    ) -> None:
         """A rank has left: with a status if it ended normally, otherwise it is lost.
 
-        `peer`: None if it never connected.
+        `peer`: None if it is not connected. `may_return`: ranks go on waiting for it if it ended
+        normally.
         """
         for deadline in peer.deadlines if peer else ():
             deadline.cancel()
@@ -92,7 +101,7 @@ class Exchange:
             self.statuses[rank] = status
         for key, gather in list(self._gathers.items()):
             gather.waits.pop(rank, None)
-            if status is None or rank not in gather.texts:
+            if status is None or not (may_return or rank in gather.texts):
                 del self._gathers[key]
                 for wait in gather.waits.values():
                     wait.end(self._gone(key, rank))

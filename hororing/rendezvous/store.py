@@ -25,6 +25,8 @@ class Store(Server):
     size : the number of ranks.
     one_start : the store ends with the processes of this start, because one of them runs it. A
         process that claims the rank of an ended one belongs to a later start.
+    ends_are_noted : `note_end` is called for each rank. Until then, a rank that has sent DONE is
+        waited for, since its process may run another script.
     when_complete : called once, when all ranks are connected and before any of them gets an answer.
 
     Attributes
@@ -44,11 +46,14 @@ class Store(Server):
         port: int = 0,
         insecure: bool = False,
         one_start: bool = False,
+        ends_are_noted: bool = False,
         when_complete: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(job=job, secret=secret, host=host, port=port, insecure=insecure)
         self.size = size
         self._one_start, self._when_complete = one_start, when_complete
+        self._ends_are_noted = ends_are_noted
+        self._noted: set[int] = set()  # ranks
         self._peers: dict[int, Peer] = {}
         self._exchange = Exchange(0, size, self._peers)
         self.statuses, self.lost = self._exchange.statuses, self._exchange.lost
@@ -56,14 +61,16 @@ class Store(Server):
     def note_end(self, rank: int) -> None:
         """The process of a rank has ended normally. Any thread, while the store runs.
 
-        If it never connected, ranks that wait for it get an error.
+        Ranks that wait for it get an error.
         """
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._note_end, rank)
 
     def _note_end(self, rank: int) -> None:
-        if not any(rank in known for known in (self._peers, self.statuses, self.lost)):
-            self._exchange.end(rank, None, None, f"rank {rank} has ended without calling init()")
+        self._noted.add(rank)
+        if rank not in self._peers and rank not in self.lost:
+            status = self.statuses.get(rank)
+            self._exchange.end(rank, None, status, f"rank {rank} has ended without calling init()")
 
     def _members(self) -> list[Peer]:
         return list(self._peers.values())
@@ -96,7 +103,8 @@ class Store(Server):
     def _ended(self, peer: Peer) -> None:
         del self._peers[peer.hello.rank]
         who = f"{peer.hello.title()} closed its connection unexpectedly"
-        self._exchange.end(peer.hello.rank, peer, peer.done, who)
+        over = not self._ends_are_noted or peer.hello.rank in self._noted
+        self._exchange.end(peer.hello.rank, peer, peer.done, who, may_return=not over)
 
     def _answer(self, peer: Peer, message: dict[str, Any]) -> None:
         what = protocol.take(message, "do", str)

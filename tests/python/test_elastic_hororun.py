@@ -150,6 +150,7 @@ def test_lines_have_the_rank_of_their_process_where_there_is_one():
         ("--min-np 3 -np 2", "--min-np 3, -np 2, --max-np 2: they must ascend"),
         ("--max-np 3", "--max-np: how many ranks at the start? Give -np N"),
         ("-np 2 --slots-per-host 2", "--slots-per-host is for elastic jobs: give --min-np N, too"),
+        ("-np 2 --reset-limit 3", "--reset-limit is for elastic jobs: give --min-np N, too"),
         ("-np 2 --min-num-proc 1 --numa-aware", "--numa-aware cannot be combined with --min-np"),
         ("-np 2 --max-num-proc 4 --mpi", "--mpi cannot be combined with --max-np"),
         ("-np 3 --min-np 1 -H localhost:2", "-np 3: the hosts have 2 slots"),
@@ -209,6 +210,27 @@ def test_a_program_that_is_no_rank_ends_well_and_knows_no_rank():
     assert "SIZE=" not in done.stdout
 
 
+def test_programs_that_are_no_ranks_all_end_by_themselves():  # push tier, 1 s
+    script = "[ $HORORING_PROCESS = 0 ] || sleep 0.5; echo done"
+    done = run("-np", "2", "--min-np", "2", *sh(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done\n") == 2
+    done = run("-np", "2", "--min-np", "1", *sh("exit $HORORING_PROCESS"))
+    assert done.returncode == 1, done.stderr
+
+
+def test_a_process_that_ends_before_init_fails_the_job_of_those_that_do_not():  # push tier, 1 s
+    script = (
+        "import os, sys, time\n"
+        "if os.environ['HORORING_PROCESS'] == '0': sys.exit()\n"
+        "time.sleep(0.5)\n"
+        "import hororing.numpy as hvd; hvd.init(); print('here')"
+    )
+    done = run("-np", "2", "--min-np", "1", sys.executable, "-c", script)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert "the job has failed: process 0 has ended without calling init()" in done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_the_job_and_start_nothing(
     number: int, started: Callable[..., subprocess.Popen[str]]
@@ -259,6 +281,25 @@ def test_a_script_that_fails_at_first_is_an_error():
     done = run("-np", "1", "--host-discovery-script", "false", *sh("echo here"))
     assert (done.returncode, done.stdout) == (1, "")
     assert "hororun: --host-discovery-script false: exit code 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "limit_s", "wanted"),
+    [
+        ("echo localhost:1,127.0.0.1:1", 60.0, "localhost and 127.0.0.1 are both this host"),
+        ("sleep 600", 0.2, "sleep 600: it took longer than 0.2 s"),
+    ],
+)
+def test_a_script_that_misleads_is_an_error(
+    script: str,
+    limit_s: float,
+    wanted: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr(discovery, "_LONGEST_S", limit_s)
+    assert main(["-np", "2", "--host-discovery-script", script, *sh("echo here")]) == 1
+    assert wanted in capfd.readouterr().err
 
 
 def test_too_few_hosts_are_waited_for_and_not_for_ever():

@@ -397,6 +397,15 @@ def test_what_a_rank_leaves_behind_is_ended():
     wait_until(lambda: not any(map(is_alive, numbers(done.stdout))))
 
 
+def test_what_a_rank_leaves_behind_may_print_on():  # push tier, 1 s
+    with Path(os.devnull).open("wb") as nowhere:
+        done = subprocess.run(
+            [*HORORUN, "-np", "1", *sh("yes & sleep 0.3; exit 3")],
+            env=environment(), stdout=nowhere, timeout=DEADLINE_S, check=False,
+        )  # fmt: skip
+    assert done.returncode == 3
+
+
 # ---------------------------------------------------------------------------------------------
 # Other hosts
 

@@ -386,6 +386,25 @@ def test_who_is_done_is_not_waited_for_and_may_come_again(made: Callable[..., St
     assert on_threads(2, again) == [["0", "1"]] * 2
 
 
+def test_who_is_done_is_waited_for_until_its_process_has_ended(made: Callable[..., Store]):
+    store = made(2, ends_are_noted=True)
+    first, second = member(store, 0), member(store, 1)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(first.share, "first script")
+        wait_until(lambda: bool(store._exchange._gathers))
+        second.done()
+        wait_until(lambda: store.statuses == {1: 0})
+        second = member(store, 1)
+        assert second.share("second script") == waits.result() == ["first script", "second script"]
+        waits = pool.submit(first.share, "x")
+        wait_until(lambda: bool(store._exchange._gathers))
+        second.done()
+        store.note_end(1)
+        with pytest.raises(RendezvousError, match="rank 1 has ended with status 0"):
+            waits.result()
+    first.done()
+
+
 def test_a_store_that_ends_is_an_error_and_done_is_none(made: Callable[..., Store]):
     store = made(2)
     first, second = member(store, 0), member(store, 1)
