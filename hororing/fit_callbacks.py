@@ -172,6 +172,8 @@ def _only_keras(model: Any, optimizer: Any) -> bool:
     Requests in such a train step are those of layers, such as SyncBatchNormalization.
     """
     kind = type(getattr(optimizer, "inner_optimizer", optimizer))
+    if kind.__module__.startswith("hororing."):
+        kind = kind.apply  # that of LARS and LAMB is Keras'
     parts = (model.make_train_function, model.train_step, kind)
     return all(each.__module__.startswith(("keras.", "tf_keras.")) for each in parts)
 

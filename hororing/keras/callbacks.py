@@ -82,7 +82,9 @@ class LearningRateScheduleCallback(
 def velocities(optimizer: Any) -> list[Any]:
     """Variables of optimizers with `momentum` that contain the learning rate: SGD, RMSprop."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if not optimizer.built or not getattr(optimizer, "momentum", 0):
+    # Others, such as Muon, have a `momentum` without the rate.
+    known = isinstance(optimizer, (keras.optimizers.SGD, keras.optimizers.RMSprop))
+    if not (known and optimizer.built and optimizer.momentum):
         return []
     name = "momentums" if hasattr(optimizer, "momentums") else "_momentums"
     return [velocity for velocity in getattr(optimizer, name, []) if velocity is not None]

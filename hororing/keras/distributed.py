@@ -106,8 +106,9 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
     def weight(self) -> Any:
         """The weight of this rank in the average of gradients, such as its number of samples.
 
-        A number, or a tensor, or a function without arguments that returns one; the train step
-        calls it for each update.
+        A number, or a tensor, or a function without arguments that returns a tensor. The train step
+        calls it for each update; on TensorFlow, a graph calls it once, when it is traced, and a
+        number would then stay the same.
 
         Gradients are then averages weighted by it: the sum of all ranks' gradients times their
         weights, divided by the sum of the weights. A rank with weight 0 contributes nothing; if all

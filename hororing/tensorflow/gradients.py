@@ -195,9 +195,7 @@ class _Plan:
     def add_sparse(self, at: int, slices: tf.IndexedSlices, name: str) -> None:
         values = slices.values
         if self.weight is not None:
-            own = self.weight[0]
-            weighted = values * tf.cast(own, values.dtype)
-            values = tf.where(own > 0, weighted, tf.zeros_like(values))
+            values = tf.where(self.weight[0] > 0, values, tf.zeros_like(values))
         compressed = self.options.compression.compress(values)
         self.sparse.append(_Sparse(at, slices, *compressed, name))
 
@@ -217,10 +215,12 @@ class _Plan:
             )
             for group in groups
         ]
-        own = [] if self.weight is None else [self.weight]
         requests += [
             Request(
-                ALLGATHER, each.name, [each.values, each.slices.indices, *own], options.process_set
+                ALLGATHER,
+                each.name,
+                [each.values, each.slices.indices, *self._shares(each)],
+                options.process_set,
             )
             for each in self.sparse
         ]
@@ -235,11 +235,19 @@ class _Plan:
             values = options.compression.decompress(values, sparse.context)
             op = options.op
             if weights:
-                total = tf.cast(tf.reduce_sum(weights[0]), values.dtype)
-                values, op = tf.math.divide_no_nan(values, total), Sum
+                each, rows = weights
+                share = tf.repeat(tf.math.divide_no_nan(each, tf.reduce_sum(each)), rows)
+                ones = tf.ones([tf.rank(values) - 1], tf.int32)
+                share = tf.reshape(share, tf.concat([[-1], ones], 0))
+                values, op = values * tf.cast(share, values.dtype), Sum
             results[sparse.at] = averaged_slices(
                 values, indices, sparse.slices, op, options.process_set
             )
+
+    def _shares(self, each: _Sparse) -> list[tf.Tensor]:
+        """Weight and number of rows of this rank; values times weights may exceed 16-bit floats."""
+        rows = tf.shape(each.values, tf.int64)[:1]
+        return [] if self.weight is None else [self.weight, rows]
 
     def _grouped(self) -> list[list[_Dense]]:
         """Dense gradients that are sent together, in order."""

@@ -333,7 +333,7 @@ class Gradient(PersistentAllreduce):
     def ensure_gradient(self, param: torch.Tensor) -> None:
         """Create a zero gradient if this rank has none, and memory for an expanded one."""
         if param.grad is None:
-            sparse = self.sparse_dims > 0 and not self.reducer.options.sparse_as_dense
+            sparse = self.sparse_dims > 0
             param.grad = self._sparse_zero(param) if sparse else zero_gradient(param)
         elif param.grad.layout is torch.strided and 0 in param.grad.stride():
             param.grad = param.grad.clone()

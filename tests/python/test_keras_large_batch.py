@@ -313,6 +313,42 @@ def case_momentum_correction_makes_sgd_the_unscaled_form():
         model.fit(x, y, verbose=0, callbacks=[ScheduleCallback(plan)])
 
 
+def case_muons_momentum_has_no_rate_in_it():
+    if BACKEND == "jax":
+        return
+    x, y = data()
+    ends = []
+    for corrected in (False, True):
+        keras.utils.set_random_seed(SEED)
+        model = network()
+        model.compile(keras.optimizers.Muon(0.01, exclude_layers=[]), "mse")
+        schedule = hvd.callbacks.LearningRateScheduleCallback(
+            0.01, lambda epoch: 1 + epoch, staircase=False, momentum_correction=corrected
+        )
+        model.fit(x, y, 8, shuffle=False, verbose=0, callbacks=[schedule])
+        ends.append(model.get_weights())
+    for one, other in zip(*ends, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class Asking(keras.callbacks.Callback if __name__ == "cases" else object):
+    """Sends a request in each batch, as layers of batch normalisation do."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        hvd.allreduce(1.0, name="asking")
+
+
+def case_a_plain_lars_is_an_error_even_if_layers_communicate():
+    if hvd.size() == 1:
+        return
+    for optimizer in (LARS(0.1), LAMB(0.1)):
+        model = network()
+        model.compile(optimizer, "mse")
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        with pytest.raises(RuntimeError, match="no gradient went through"):
+            model.fit(*data(), 8, verbose=0, callbacks=[Asking(), broadcast])
+
+
 # -- V12: infinities ------------------------------------------------------------------------------
 
 

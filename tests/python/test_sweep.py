@@ -95,6 +95,20 @@ def test_hopeless_trials_stop_early_and_failures_do_not_count():
 
 
 @needs_optuna
+def test_a_stored_study_goes_on_with_other_values(tmp_path):
+    tried = []
+
+    def objective(attempt):
+        tried.append(attempt.params["x"])
+        return attempt.params["x"]
+
+    for _ in range(2):
+        storage = f"sqlite:///{tmp_path}/study.db"
+        coarse_to_fine(objective, {"x": Range(0, 1)}, rounds=(3,), storage=storage, seed=1)
+    assert len(set(tried)) == 6
+
+
+@needs_optuna
 def test_no_result_at_all_is_an_error():
     with pytest.raises(RuntimeError, match="none of 3 trials"):
         coarse_to_fine(lambda _: math.inf, {"x": Range(0, 1)}, rounds=(2, 1))

@@ -148,6 +148,11 @@ def case_a_tape_weighs_gradients() -> None:
         for graph, expected_ones in zip(graphs, (wanted, [rows]), strict=True):
             for found, expected in zip(graph(), expected_ones, strict=True):
                 np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+    large = 70_000.0  # more than a 16-bit float can be
+    (found,) = embedded(
+        lambda t: hvd.DistributedGradientTape(t, weight=large, compression=hvd.Compression.fp16)
+    )
+    np.testing.assert_allclose(found[4], [(size + 1) / 2] * 2, rtol=1e-3)
     mean = tf.Variable(tf.ones(3, tf.float64) * (rank + 1))
     with tf.GradientTape() as tape:
         result = hvd.allreduce(mean, weight=rank + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -26,7 +27,15 @@ import hororing.torch as hvd
 from hororing import collectives
 from hororing.runtime import rank, size
 from hororing.toolkit.large_batch.outer import OuterSGD, SlowMo
-from hororing.toolkit.torch.optim import LAMB, LARS, HierarchicalSGD, early_updates
+from hororing.toolkit.torch.optim import (
+    LAMB,
+    LARS,
+    HierarchicalSGD,
+    StochasticRounding,
+    early_updates,
+    momenta,
+    with_float32_update,
+)
 
 warnings.filterwarnings("ignore", message="HierarchicalSGD: gradient_groups")
 
@@ -420,6 +429,25 @@ def case_averages_inside_backward_are_those_after_it() -> None:
     assert updated == 4  # in steps 3, 5, 7, 9
 
 
+def case_early_updates_come_in_every_step_and_round_anew() -> None:
+    param = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    rounding = StochasticRounding(seed=1)
+    inner = with_float32_update(torch.optim.SGD([param], lr=1e-3), rounding=rounding)
+    optimizer = HierarchicalSGD(
+        inner, [("w", param)],
+        period_group_size_dict={1: "world"}, gradient_groups=None, overlap_backward=True,
+    )  # fmt: skip
+    early = 0
+    for _ in range(100):
+        optimizer.zero_grad()
+        param.float().sum().neg().backward()
+        early += optimizer._early.begun
+        optimizer.step()
+    assert early == 99
+    assert optimizer.param_groups[0]["rounding_step"] == 100
+    assert param.double().mean().item() == pytest.approx(1.1, abs=3e-3)
+
+
 def case_what_cannot_be_updated_early_says_so() -> None:
     start()
     model = Linear(1)
@@ -478,11 +506,28 @@ def case_wrong_use_is_an_error_on_every_rank() -> None:
         refused("ranks differ in weight", weight=on_last(1.0, None))
     with pytest.raises(TypeError, match="LBFGS"):
         hierarchical(network(), torch.optim.LBFGS)
+    clipping = functools.partial(LARS, lr=0.1, max_norm=1.0)
+    with pytest.raises(ValueError, match="max_norm"):
+        hierarchical(network(), clipping, overlap_backward=True)
     model = network()
     optimizer = hierarchical(model, torch.optim.Rprop, momentum="reset")
     take_step(model, optimizer, 1, 1)
     with pytest.raises(ValueError, match="momentum_keys=\\['prev'"):
         take_step(model, optimizer, 1, 2)
+
+
+def case_a_reset_of_nadam_starts_its_product_of_momenta_again() -> None:
+    param = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.NAdam([param], lr=0.1)
+    steps = []
+    for _ in range(2):
+        before = param.detach().clone()
+        for _ in range(3):
+            param.grad = torch.ones(3)
+            optimizer.step()
+        steps.append(param.detach() - before)
+        momenta.reset(optimizer, [param], momenta.KNOWN)
+    torch.testing.assert_close(*steps)
 
 
 def case_a_rank_that_has_joined_does_not_count() -> None:

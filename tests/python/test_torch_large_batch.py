@@ -267,6 +267,31 @@ def test_gradients_of_16_bits_are_clipped_in_float32():
         torch.testing.assert_close(param, torch.full_like(param, -0.25), rtol=1e-3, atol=0)
 
 
+def test_copies_clip_too():
+    ends = []
+    for again in (lambda optimizer: optimizer, copy.deepcopy):
+        param = nn.Parameter(torch.tensor([[1.0, 2.0]]))
+        optimizer = again(LARS([param], lr=0.1, weight_decay=1.0, max_norm=0.5))
+        (param,) = optimizer.param_groups[0]["params"]
+        param.grad = torch.tensor([[3.0, 0.0]])
+        optimizer.step()
+        ends.append(param.detach())
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_plain_checkpoint_continues_in_float32(make):
+    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    options = {"lr": 0.1} if make is torch.optim.AdamW else {"lr": 0.1, "momentum": 0.9}
+    plain, ours = make([param], **options), with_float32_update(make([param], **options))
+    param.grad = torch.full_like(param, 3.0)
+    plain.step()
+    ours.load_state_dict(plain.state_dict())
+    ours.step()
+    floats = [each for each in ours.state[param].values() if each.is_floating_point()]
+    assert {each.dtype for each in floats} == {torch.float32}
+
+
 # -- refusals -------------------------------------------------------------------------------------
 
 

@@ -242,6 +242,29 @@ def case_a_rank_without_a_sparse_gradient_takes_part():
             twins.check()
 
 
+def case_sparse_adam_works_on_a_rank_without_a_gradient():
+    def loss(tables, rank: int, step: int) -> torch.Tensor:
+        used = tables[:1] if (rank, step) == (0, 1) else tables
+        return torch.stack([table(torch.tensor([rank])).square().sum() for table in used]).sum()
+
+    for as_dense in (True, False):
+        ours = nn.ModuleList(nn.Embedding(5, 2, sparse=True) for _ in range(2))
+        hvd.broadcast_parameters(ours.state_dict(), root_rank=0)
+        twin = copy.deepcopy(ours)
+        optimizer = distributed(ours, torch.optim.SparseAdam, sparse_as_dense=as_dense)
+        plain = torch.optim.SparseAdam(twin.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(ours, hvd.rank(), step).backward()
+            optimizer.step()
+            plain.zero_grad()
+            losses = [loss(twin, rank, step) for rank in range(hvd.size())]
+            torch.stack(losses).mean().backward()
+            plain.step()
+        for param, other in zip(ours.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(param, other)
+
+
 def case_a_rank_that_never_had_a_sparse_gradient_gets_an_error_with_the_others():
     if hvd.size() == 1:
         return
@@ -603,6 +626,23 @@ def case_state_survives_a_checkpoint():
             twins.twin, twins.plain = copy.deepcopy(plains)
             twins.train(3)
             twins.check()
+
+
+def case_elastic_states_send_extra_state_also_if_it_is_a_tensor():
+    class Counting(nn.Linear):
+        seen = torch.zeros(1)
+
+        def get_extra_state(self):
+            return self.seen.clone()
+
+        def set_extra_state(self, state):
+            self.seen = state
+
+    model = Counting(2, 2)
+    model.seen = torch.full((1,), 5.0 + hvd.rank())
+    hvd.elastic.TorchState(model=model).sync()
+    assert model.seen.item() == 5.0
+    assert_equal_on_all_ranks(*model.parameters())
 
 
 def case_a_checkpoint_of_a_plain_optimizer_fits():

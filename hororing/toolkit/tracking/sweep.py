@@ -138,6 +138,7 @@ def coarse_to_fine(
     if problem is not None:
         raise failure or RuntimeError(f"rank 0: {problem}")
     number = 0
+    begun = 0 if study is None else len(study.trials)  # the seed again would give them again
     for round_, count in enumerate(rounds):
         distributions = {}
         if study is not None:
@@ -145,7 +146,7 @@ def coarse_to_fine(
             distributions = _distributions(optuna, narrow)
             samplers = optuna.samplers
             study.sampler = (samplers.TPESampler if round_ else samplers.RandomSampler)(
-                seed=seed + round_
+                seed=seed + round_ + begun
             )
         for _ in range(count):
             _try(objective, optuna, study, distributions, number, round_)

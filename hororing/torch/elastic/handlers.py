@@ -166,7 +166,12 @@ class ModelStateHandler(ObjectWithStateHandler):
     def sync(self) -> None:
         """Send parameters and buffers in place, and the other entries of the `state_dict`."""
         state = self.value.state_dict()
-        tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
+        tensors = {
+            name: each
+            for name, each in state.items()
+            # Modules get their extra state by loading, also if it is a tensor.
+            if isinstance(each, torch.Tensor) and not name.endswith("_extra_state")
+        }
         send_parameters(tensors, self.send)
         if len(tensors) < len(state):
             others = broadcast({name: state[name] for name in state.keys() - tensors.keys()})

@@ -123,6 +123,7 @@ class EarlyUpdates:
                 self._updated[at] = optimizer._average_part(bucket, f".{at}")
         for average in self._updated.values():
             average.finish()
+        self._observed |= bool(self._seen)
         self._restart()
 
 

@@ -47,6 +47,10 @@ class Float32Update(torch.optim.Optimizer):
         self._max_norm = checked_max_norm(max_norm)
         super().__init__(params, {**defaults, **_rounding_defaults(rounding)})
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Also for copies; torch's leaves out other attributes."""
+        return {**super().__getstate__(), "_max_norm": self._max_norm}
+
     def step(self, closure: Closure = None) -> Any:
         """Update the parameters; `closure` computes the loss, once, and it is returned.
 
@@ -74,14 +78,15 @@ class Float32Update(torch.optim.Optimizer):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but keep float32 state, which torch would cast."""
+        """Load as torch does, but keep or make float32 state, which torch would cast."""
         super().load_state_dict(state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, param in zip(saved, self._all(), strict=True):
             if param.dtype in SHORT:
                 for key, value in state_dict["state"].get(number, {}).items():
                     if isinstance(value, torch.Tensor) and value.is_floating_point():
-                        self.state[param][key] = value.detach().to(param.device, copy=True)
+                        dtype = torch.promote_types(value.dtype, torch.float32)
+                        self.state[param][key] = value.detach().to(param.device, dtype, copy=True)
 
     def _all(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]

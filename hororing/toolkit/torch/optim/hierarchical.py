@@ -127,8 +127,12 @@ class Hierarchical(Averaging):
                 "HierarchicalSGD: step(closure) cannot be used with overlap_backward=True, which "
                 "updates weights inside backward; leave out one of them"
             )
+        groups = self.param_groups
         with self._only(self._early.not_updated()):
             result = super().step(**kwargs)
+            stepped = self.param_groups
+        for group, each in zip(groups, stepped, strict=True):  # its options may have changed
+            group.update({key: value for key, value in each.items() if key != "params"})
         self._early.finish()
         if self._buffers:
             self._start(level, self._buffers, True, ".buffers").finish()

@@ -131,6 +131,8 @@ def HierarchicalSGD(
             raise TypeError("LBFGS evaluates the loss several times per step; use another one")
         if isinstance(optimizer, Distributed):
             raise ValueError("optimizer is distributed already; wrap it once")
+        if overlap_backward and getattr(optimizer, "_max_norm", None) is not None:
+            raise ValueError("overlap_backward cannot clip: it never has all gradients (max_norm)")
         checked_names(named, parameters(optimizer))
         checked_passes(backward_passes_per_step)
         check_reduction(WHAT, Average, 1.0, compression, global_process_set)

@@ -93,3 +93,5 @@ def reset(
             step.zero_()
         elif step is not None:
             state["step"] = 0
+        if "mu_product" in state:  # NAdam's, of all steps so far
+            state["mu_product"].fill_(1)
