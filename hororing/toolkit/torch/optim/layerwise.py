@@ -34,8 +34,8 @@ def norms(tensors: list[torch.Tensor]) -> torch.Tensor:
     Those of large float32 tensors are added up in float64.
     """
     kinds = [torch.float64 if tensor.numel() > _MANY else tensor.dtype for tensor in tensors]
-    if len(set(kinds)) == 1:
-        found = list(torch._foreach_norm(tensors, 2, dtype=kinds[0]))
+    if kinds == [tensor.dtype for tensor in tensors]:
+        found = list(torch._foreach_norm(tensors, 2))  # torch 2.3 has no dtype= here
     else:
         found = [
             torch.linalg.vector_norm(tensor, dtype=kind)
