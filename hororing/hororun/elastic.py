@@ -453,10 +453,11 @@ class ElasticJob:
                 self._fail("every process has failed before the first generation")
 
     def _judge_no_ranks(self, first: ElasticProcess) -> None:
-        """End a job of programs that are no ranks. Ranks would wait for the processes in vain."""
+        """End a job whose processes never call init(). Those that do would wait for the others."""
         live = self._live()
         if self._generation or any(each.uid for each in live):
-            self._fail(f"{first.name(self._several)} has ended without calling init()")
+            name = first.name(self._several)
+            self._fail(f"{name} has ended without calling init(), which another one has called")
         elif not live and len(self._no_ranks) >= self._slots.usable():
             self._finish()
 

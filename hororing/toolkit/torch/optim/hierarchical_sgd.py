@@ -132,7 +132,10 @@ def HierarchicalSGD(
         if isinstance(optimizer, Distributed):
             raise ValueError("optimizer is distributed already; wrap it once")
         if overlap_backward and getattr(optimizer, "_max_norm", None) is not None:
-            raise ValueError("overlap_backward cannot clip: it never has all gradients (max_norm)")
+            raise ValueError(
+                "overlap_backward cannot be used with max_norm, because clipping needs all "
+                "gradients at once; leave out one of them"
+            )
         checked_names(named, parameters(optimizer))
         checked_passes(backward_passes_per_step)
         check_reduction(WHAT, Average, 1.0, compression, global_process_set)
