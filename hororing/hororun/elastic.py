@@ -20,11 +20,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hororing.hororun import elastic_processes, history
+from hororing.hororun import history
 from hororing.hororun.discovery import Finder, Found
 from hororing.hororun.elastic_events import Events
 from hororing.hororun.elastic_flags import Elastic
-from hororing.hororun.elastic_processes import ElasticHost, ElasticProcess, ProcessHost, failures
+from hororing.hororun.elastic_processes import (
+    ElasticHost,
+    ElasticProcess,
+    Processes,
+    ProcessHost,
+    pause,
+)
 from hororing.hororun.ending import Ending
 from hororing.hororun.hosts import LocalHost
 from hororing.hororun.job import CannotStartError, conclude_asked, end_report
@@ -32,7 +38,6 @@ from hororing.hororun.local import RESULT, Program, step
 from hororing.hororun.output import Output
 from hororing.hororun.slots import Slot, Slots
 from hororing.hosts import Host
-from hororing.rendezvous import protocol
 from hororing.rendezvous.elastic_store import (
     CONNECTION_ENDED,
     Done,
@@ -70,8 +75,7 @@ class ElasticJob:
 
     Attributes
     ----------
-    processes : all that were started; those that failed are among them.
-    answers : their RESULT, by number. why : the job has failed; "": it has not.
+    answers : the processes' RESULT, by number. why : the job has failed; "": it has not.
     """
 
     def __init__(
@@ -99,18 +103,14 @@ class ElasticJob:
         self._retired: set[str] = set()  # names of hosts that members may not come from
         self._hosts: dict[str, ElasticHost] = {}
         self._dead_hosts: list[ElasticHost] = []  # to be closed
-        self.processes: list[ElasticProcess] = []
+        self._processes = Processes()
         self._several = what.script is not None or len(what.hosts) > 1
         self._store: ElasticStore | None = None  # once there are enough slots
         self._patience_s = what.elastic_timeout_s or math.inf
         self._began = time.monotonic()
         self._few_since: float | None = None
-        self._generation = 0
         self._causes: list[str] = []  # of the next generation
         self._expected = 0
-        self._failures: list[ElasticProcess] = []
-        self._recent = 0  # the first of these that no generation has followed
-        self._no_ranks: list[ElasticProcess] = []  # ended with 0 before the first generation
         self._finished = False  # a process has finished: no more are started
         self.why = ""  # it has failed
         self.answers: dict[int, bytearray] = defaultdict(bytearray)  # by number
@@ -129,7 +129,7 @@ class ElasticJob:
 
     def exited(self, rank: int, code: int) -> None:
         """Like `Sink.exited`."""
-        process = self.processes[rank]
+        process = self._processes.started[rank]
         if process.code is not None:
             return
         self._take_events()  # its earlier events
@@ -143,16 +143,16 @@ class ElasticJob:
         process.host.of.reap(rank)
         if self._ending.begun or process.leaves:
             return
-        if code == 0 and not self._generation:
+        if code == 0 and not self._processes.generation:
             process.slot.busy = True  # it has done its work
-            self._no_ranks.append(process)
+            self._processes.no_ranks.append(process)
         elif code == 0 and process.generation and process.status == 0:
             self._finish()
         else:
             self._failed(process)
 
     def _failed(self, process: ElasticProcess) -> None:
-        self._failures.append(process)
+        self._processes.failed.append(process)
         after_s = time.monotonic() - self._began
         text = f"{process.name(self._several)} {process.how()}, {after_s:.1f} s after the start"
         if self._finished:
@@ -165,7 +165,7 @@ class ElasticJob:
                 early=not took_part and process.code not in _FROM_OUTSIDE,
                 lived_s=time.monotonic() - process.began if took_part else 0.0,
             )
-            text += elastic_processes.pause(process.slot, rest_s)
+            text += pause(process.slot, rest_s)
         self._output.log(text)
 
     def _finish(self) -> None:
@@ -212,11 +212,7 @@ class ElasticJob:
         return self._host_unreachable or (over and not self._live())
 
     def _live(self) -> list[ElasticProcess]:
-        return [each for each in self.processes if each.code is None]
-
-    def _used(self) -> int:
-        """The number of slots that are not free."""
-        return len(self._live()) + len(self._no_ranks)
+        return self._processes.live()
 
     def _close(self) -> None:
         if self._discovery is not None:
@@ -235,9 +231,10 @@ class ElasticJob:
     def _left_s(self) -> float:
         """Time until the next action that no event triggers."""
         now = time.monotonic()
+        used = self._processes.used()
         starts = not (self._ending.begun or self._finished)
         times = [
-            self._slots.next_at(now, self._used()) if starts and self._store is not None else None,
+            self._slots.next_at(now, used) if starts and self._store is not None else None,
             self._few_since + self._patience_s if starts and self._few_since else None,
             *(host.ready_by for host in self._hosts.values() if not host.of.ready),
             *(each.lost_at + self._grace_s for each in self._live() if each.lost_at is not None),
@@ -261,7 +258,7 @@ class ElasticJob:
             at_first = replace(self._what, np=self._slots.usable())
             self._store = self._make_store(at_first, self._known or (), self._events.put)
             self._store.start_thread()
-        for slot in self._slots.due(time.monotonic(), self._used()):
+        for slot in self._slots.due(time.monotonic(), self._processes.used()):
             if slot.host not in self._hosts:
                 self._reach(slot.host)
             host = self._hosts.get(slot.host)
@@ -292,7 +289,7 @@ class ElasticJob:
         if process.number >= self._slots.max_np:
             self._output.log(f"{process.name(self._several)} starts")
         slot.busy = True
-        self.processes.append(process)
+        self._processes.started.append(process)
         try:
             host.of.start([self._make_program(process.number, slot)])
         except CannotStartError as error:
@@ -380,13 +377,13 @@ class ElasticJob:
                 self._about(event, gone)
 
     def _about(self, event: Joined | Lost | Done, gone: threading.Event) -> None:
-        process = self._process(event.uid)
+        process = self._processes.of(event.uid)
         if process is None:  # a process that we did not start, but that knows the secret
             gone.set()
             return
         if isinstance(event, Joined):
             process.uid, process.lost_at = event.uid, None
-            if self._generation:
+            if self._processes.generation:
                 self._causes.append(f"process {process.number} has arrived")
         elif isinstance(event, Lost):
             self._causes.append(f"lost process {process.number}")
@@ -401,18 +398,10 @@ class ElasticJob:
             if event.status == 0 and process.generation and not process.leaves:
                 self._finish()
 
-    def _process(self, uid: str) -> ElasticProcess | None:
-        number = protocol.process_of(uid)
-        return self.processes[number] if number < len(self.processes) else None
-
     def _form(self, world: World) -> None:
-        self._generation = world.generation
-        self._recent = len(self._failures)
-        ranks = {protocol.process_of(each.uid): n for n, each in enumerate(world.members)}
-        for process in self.processes:
-            if process.number in ranks:
-                process.rank, process.generation = ranks[process.number], world.generation
-            elif process.code is None and process.leaves:
+        ranks = self._processes.form(world)
+        for process in self._live():
+            if process.number not in ranks and process.leaves:
                 self._end(process)
         self._output.ranks = ranks
         cause = "; ".join(self._causes) or "start"
@@ -437,28 +426,13 @@ class ElasticJob:
                 self._end(process, signal.SIGKILL)
         if not (self._ending.begun or self._finished):
             self._judge_slots()
-            self._judge_members()
-            if self._no_ranks:
-                self._judge_no_ranks(self._no_ranks[0])
+            self._judge_processes()
 
-    def _judge_members(self) -> None:
-        live = self._live()
-        if self._generation:
-            if not any(each.generation for each in live):
-                self._fail(elastic_processes.no_state(self._failures[self._recent :]))
-        elif not any(each.uid for each in live):
-            # A new start would fail again.
-            failed = {each.slot for each in self._failures if (each.code or 0) > 0}
-            if failed and len(failed) >= self._slots.usable():
-                self._fail("every process has failed before the first generation")
-
-    def _judge_no_ranks(self, first: ElasticProcess) -> None:
-        """End a job whose processes never call init(). Those that do would wait for the others."""
-        live = self._live()
-        if self._generation or any(each.uid for each in live):
-            name = first.name(self._several)
-            self._fail(f"{name} has ended without calling init(), which another one has called")
-        elif not live and len(self._no_ranks) >= self._slots.usable():
+    def _judge_processes(self) -> None:
+        usable = self._slots.usable()
+        if why := self._processes.why_over(usable, self._several):
+            self._fail(why)
+        elif self._processes.all_ended_before_init(usable):
             self._finish()
 
     def _judge_slots(self) -> None:
@@ -485,6 +459,11 @@ class ElasticJob:
     # The end
 
     @property
+    def processes(self) -> Sequence[ElasticProcess]:
+        """All that were started, by number; those that have failed are among them."""
+        return self._processes.started
+
+    @property
     def asked(self) -> int | None:
         """Like `Job.asked`."""
         return self._ending.asked
@@ -492,13 +471,12 @@ class ElasticJob:
     @property
     def first_failed(self) -> ElasticProcess | None:
         """The process that best explains why the job has failed."""
-        return elastic_processes.blamed(self._failures, self._recent)
+        return self._processes.blamed()
 
     def conclude(self) -> int:
         """Print how it has ended, and return the exit code of hororun."""
-        if self._failures:
-            started = len(self.processes)
-            self._output.log(failures(self._failures, started, self._generation, self._several))
+        if self._processes.failed:
+            self._output.log(self._processes.failures(self._several))
         if self._ending.asked is not None:
             codes = [each.code for each in self.processes] or [1]
             return conclude_asked(self._ending.asked, codes, self._output)

@@ -108,7 +108,16 @@ def chosen(
         peer_timeout_s=settings["PEER_TIMEOUT_S"],
     )  # fmt: skip
     if arguments.host_discovery_script is None:
-        return replace(elastic, hosts=_with_slots(hosts(), arguments.slots_per_host, np))
+        found = _with_slots(hosts(), arguments.slots_per_host, np)
+        slots = sum(host.slots or 0 for host in found)
+        if slots < np:
+            raise ValueError(f"-np {np}: the hosts have {slots} slots")
+        if slots < max_np:
+            raise ValueError(
+                f"--max-np {max_np}: the hosts have {slots} slots; give them more (-H host:slots, "
+                "--slots-per-host), or give --host-discovery-script"
+            )
+        return replace(elastic, hosts=found)
     if arguments.hosts or arguments.hostfile:
         raise ValueError("--host-discovery-script lists the hosts: give no others")
     try:
@@ -125,11 +134,7 @@ def chosen(
 def _with_slots(hosts: Sequence[Host], slots: int | None, np: int) -> list[Host]:
     """Give hosts without a number of slots equal numbers."""
     default = slots or -(-np // len(hosts))
-    found = [host if host.slots is not None else replace(host, slots=default) for host in hosts]
-    total = sum(host.slots or 0 for host in found)
-    if total < np:
-        raise ValueError(f"-np {np}: the hosts have {total} slots")
-    return found
+    return [host if host.slots is not None else replace(host, slots=default) for host in hosts]
 
 
 def _flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The launcher's records of an elastic job's processes and hosts."""
+"""The launcher's records of an elastic job's processes and hosts, and what follows from them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Protocol
 from hororing.hororun.job import describe
 from hororing.hororun.local import Program
 from hororing.hororun.slots import Slot
+from hororing.rendezvous import protocol
+from hororing.rendezvous.elastic_store import World
 
 _NAMED = 8  # of those that have failed
 
@@ -81,14 +83,82 @@ class ElasticProcess:
         return describe(self.code)
 
 
-def failures(failed: Sequence[ElasticProcess], started: int, generations: int, host: bool) -> str:
-    """Describe how many have failed; with hosts, if there are several."""
-    names = ", ".join(each.name(host) for each in failed[:_NAMED])
-    more = f" and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
-    return (
-        f"{len(failed)} of {started} processes have failed ({names}{more}); there were "
-        f"{generations} generations"
-    )
+class Processes:
+    """All processes of an elastic job, by number, and whether it can continue with them.
+
+    Attributes
+    ----------
+    started : all of them, in the order of starts.
+    failed : those that have failed, in the order of their ends.
+    no_ranks : those that have ended with 0 before the first generation.
+    generation : of the last `World`. 0: there was none.
+    """
+
+    def __init__(self) -> None:
+        self.started: list[ElasticProcess] = []
+        self.failed: list[ElasticProcess] = []
+        self.no_ranks: list[ElasticProcess] = []
+        self.generation = 0
+        self._recent = 0  # the first of `failed` that no generation has followed
+
+    def live(self) -> list[ElasticProcess]:
+        """Return those that have not ended."""
+        return [each for each in self.started if each.code is None]
+
+    def used(self) -> int:
+        """Return the number of slots that are not free."""
+        return len(self.live()) + len(self.no_ranks)
+
+    def of(self, uid: str) -> ElasticProcess | None:
+        """Return the one that has joined as `uid`. None: the job has not started it."""
+        number = protocol.process_of(uid)
+        return self.started[number] if number < len(self.started) else None
+
+    def form(self, world: World) -> dict[int, int]:
+        """Take over the ranks of a generation; return them by process number."""
+        self.generation = world.generation
+        self._recent = len(self.failed)
+        ranks = {protocol.process_of(each.uid): n for n, each in enumerate(world.members)}
+        for process in self.started:
+            if process.number in ranks:
+                process.rank, process.generation = ranks[process.number], world.generation
+        return ranks
+
+    def why_over(self, usable: int, with_host: bool) -> str:
+        """Return why the job cannot continue. "": it can, with `usable` slots."""
+        live = self.live()
+        if self.generation and not any(each.generation for each in live):
+            return no_state(self.failed[self._recent :])
+        if self.generation or any(each.uid for each in live):
+            if not self.no_ranks:
+                return ""
+            # The others would wait for it.
+            name = self.no_ranks[0].name(with_host)
+            return f"{name} has ended without calling init(), which another one has called"
+        # If each slot has had a failure, a new start would fail again.
+        failed = {each.slot for each in self.failed if (each.code or 0) > 0}
+        if failed and len(failed) >= usable:
+            return "every process has failed before the first generation"
+        return ""
+
+    def all_ended_before_init(self, usable: int) -> bool:
+        """Whether all have ended with 0 without calling init(), one for each of `usable` slots."""
+        return 0 < len(self.no_ranks) >= usable and not self.live()
+
+    def blamed(self) -> ElasticProcess | None:
+        """Return the process that best explains why the job has failed."""
+        recent = self.failed[self._recent :] or self.failed[-1:]
+        # One that was killed: it may have caused the others' ends.
+        return next((each for each in recent if (each.code or 0) < 0), next(iter(recent), None))
+
+    def failures(self, with_host: bool) -> str:
+        """Describe how many have failed."""
+        names = ", ".join(each.name(with_host) for each in self.failed[:_NAMED])
+        more = f" and {len(self.failed) - _NAMED} more" if len(self.failed) > _NAMED else ""
+        return (
+            f"{len(self.failed)} of {len(self.started)} processes have failed ({names}{more}); "
+            f"there were {self.generation} generations"
+        )
 
 
 def pause(slot: Slot, rest_s: float) -> str:
@@ -96,13 +166,6 @@ def pause(slot: Slot, rest_s: float) -> str:
     if slot.retired:
         return "; its slot is no longer used"
     return f"; its slot pauses for {rest_s:.1f} s" if rest_s > 0 else ""
-
-
-def blamed(failed: Sequence[ElasticProcess], first: int) -> ElasticProcess | None:
-    """Return the process that best explains the failure of a job, `first` or a later one."""
-    recent = failed[first:] or failed[-1:]
-    # One that was killed: it may have caused the others' ends.
-    return next((each for each in recent if (each.code or 0) < 0), next(iter(recent), None))
 
 
 def no_state(failed: Sequence[ElasticProcess]) -> str:

@@ -154,6 +154,7 @@ def test_lines_have_the_rank_of_their_process_where_there_is_one():
         ("-np 2 --min-num-proc 1 --numa-aware", "--numa-aware cannot be combined with --min-np"),
         ("-np 2 --max-num-proc 4 --mpi", "--mpi cannot be combined with --max-np"),
         ("-np 3 --min-np 1 -H localhost:2", "-np 3: the hosts have 2 slots"),
+        ("-np 2 --max-np 3 -H localhost:2", "--max-np 3: the hosts have 2 slots; give them more"),
         ("-np 1 --host-discovery-script a -H b:1", "lists the hosts: give no others"),
         ('-np 1 --host-discovery-script "a \'b"', "No closing quotation"),
         ("-np 1 --min-np 1 --blacklist-cooldown-range 3 2", "they must ascend from above 0"),
