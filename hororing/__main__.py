@@ -95,6 +95,8 @@ def _try_allreduce() -> tuple[bool, str]:
         import hororing.numpy as hvd
 
         launch.run_alone()
+        for name in ("HORORING_TIMELINE", "HOROVOD_TIMELINE", "HORORING_FLIGHT_RECORDER"):
+            os.environ.pop(name, None)  # the files of the user's job
         runtime.start(Launch())
         total = hvd.allreduce(np.arange(5, dtype=np.float32), op=hvd.Sum, name="info")
         hvd.shutdown()

@@ -317,7 +317,8 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
     Only rank 0's call has an effect. A timeline in progress is finished first; with the same file
     it continues. `mark_cycles` adds CYCLE_START events. The file holds the last
-    HORORING_TIMELINE_BYTES. ValueError if it cannot be written.
+    HORORING_TIMELINE_BYTES. ValueError if it cannot be written, or HORORING_TIMELINE_STEPS chooses
+    the steps already.
 
     >>> hvd.start_timeline("timeline.json")
     >>> mean = hvd.allreduce(loss, name="loss")
@@ -327,6 +328,11 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     path = _absolute(file_path)
     if "\0" in path:
         raise ValueError(f"start_timeline: the path {path!r} holds a zero character")
+    settings = configuration.load()
+    if settings["TIMELINE"] and settings["TIMELINE_STEPS"]:
+        raise ValueError(
+            "start_timeline: HORORING_TIMELINE_STEPS chooses the steps that are recorded; unset it"
+        )
     same = path == _process.timeline and lib.hr_timeline_enabled()
     if same and not mark_cycles:
         return

@@ -199,17 +199,20 @@ SCRIPT = """
 from pathlib import Path
 import numpy as np
 from hororing.toolkit.data.evaluation import Totals, masked_arrays
+from neighbour import COUNT
 
 def evaluate_one(path):
     totals = Totals(["correct"])
-    for hits, mask in masked_arrays([np.arange(10) < int(Path(path).read_text())], 4):
+    for hits, mask in masked_arrays([np.arange(COUNT) < int(Path(path).read_text())], 4):
         totals.add("correct", hits, mask)
     return totals.reduced()
 """
 
 
 def test_the_command(tmp_path: Path) -> None:
-    for name, text in (("eval.py", SCRIPT), ("1.txt", "3"), ("2.txt", "5")):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "neighbour.py").write_text("COUNT = 10")
+    for name, text in (("src/eval.py", SCRIPT), ("1.txt", "3"), ("2.txt", "5")):
         (tmp_path / name).write_text(text)
 
     def evaluate(function: str) -> Any:
@@ -220,12 +223,12 @@ def test_the_command(tmp_path: Path) -> None:
         )  # fmt: skip
 
     for _ in range(2):
-        job = evaluate("eval.py:evaluate_one")
+        job = evaluate("src/eval.py:evaluate_one")
         assert job.stdout == "1.txt: correct 0.3\n2.txt: correct 0.5\n", job.stderr
         assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
     for function, why in (
-        ("eval.py:nothing", "'nothing'"), ("evil:evaluate", "No module named 'evil'"),
-        ("eval.py", "write module:name or file.py:name"), ("eval.py:SCRIPT", "SCRIPT"),
+        ("src/eval.py:nothing", "'nothing'"), ("evil:evaluate", "No module named 'evil'"),
+        ("src/eval.py", "write module:name or file.py:name"), ("src/eval.py:SCRIPT", "SCRIPT"),
     ):  # fmt: skip
         job = evaluate(function)
         assert job.returncode == 2
@@ -333,9 +336,12 @@ def case_shards_of_this_job_synchronize() -> None:
     shard = Shard(50, seed=mpirun.seed() % 1000, remainder="uneven")
     assert (shard.rank, shard.size) == (hvd.rank(), hvd.size())
     shard.record_batch(0, 3)
+    mine = shard.indices()
     shard.synchronize()
-    left = [index for part in hvd.allgather_object(shard.indices().tolist()) for index in part]
+    left = [index for part in hvd.allgather_object(list(shard)) for index in part]
     assert len(left) == len(set(left)) == 50 - 3 * hvd.size()
+    shard.record_batch(1, 3)  # a loop over the share goes on
+    np.testing.assert_array_equal(list(shard), mine[6:])
     if hvd.size() > 1:
         shard.set_epoch(hvd.rank() == 1)
         with pytest.raises(ValueError, match="states differ"):

@@ -367,6 +367,14 @@ def test_an_optimizer_gets_its_state_where_its_parameters_are():
     assert devices == {"step": "cpu", "exp_avg": "meta"}
 
 
+def test_a_sampler_of_one_rank_is_refused():
+    data = pytest.importorskip("torch.utils.data")
+    module = pytest.importorskip("hororing.torch")
+    sampler = data.DistributedSampler(range(8), 2, 0)
+    with pytest.raises(TypeError, match="sampler has the samples of one rank"):
+        module.elastic.TorchState(sampler=sampler)
+
+
 def test_a_copy_of_a_model_takes_the_memory_of_the_one_before():
     torch = pytest.importorskip("torch")
     handlers = pytest.importorskip("hororing.torch.elastic.handlers")

@@ -129,8 +129,11 @@ def test_conda_renders_the_recipe_for_each_mpi():
         assert (mpi_of in needed["run"]) == (mpi_of in needed["host"]) == (mpi_of != "nompi")
 
 
-def test_info_tells_what_works():
+def test_info_tells_what_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("HORORING_TIMELINE", "HORORING_FLIGHT_RECORDER"):
+        monkeypatch.setenv(name, str(tmp_path / "file"))
     done = run_module("info")
+    assert list(tmp_path.iterdir()) == []  # the files of a job stay as they are
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^allreduce +works", done.stdout, flags=re.MULTILINE)
     assert hororing.__version__ in done.stdout

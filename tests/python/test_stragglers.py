@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import mpirun
 import numpy as np
@@ -313,6 +314,13 @@ def case_a_watch_says_why_it_cannot():
         pass
     with pytest.raises(RuntimeError, match="have not ended"):
         _ = watch.diagnosis
+    steps = {"HORORING_TIMELINE": "steps.json", "HORORING_TIMELINE_STEPS": "10:12"}
+    with (
+        mock.patch.dict(os.environ, steps),
+        pytest.raises(ValueError, match="HORORING_TIMELINE_STEPS chooses the steps"),
+        watch,
+    ):
+        pass
 
 
 def case_a_watch_lets_a_timeline_be_and_reads_its_part():

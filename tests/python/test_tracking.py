@@ -21,6 +21,7 @@ from live_job import LiveJob
 from hororing import __main__ as main
 from hororing.toolkit import tracking
 from hororing.toolkit.tracking import RunRecord, TensorBoard, compare, read_run
+from hororing.toolkit.tracking import record as record_module
 from hororing.toolkit.tracking.circumstances import git_state
 
 
@@ -97,6 +98,27 @@ def test_an_error_ends_a_run_as_failed(tmp_path):
     with pytest.raises(ValueError, match="closed"):
         record.log(1, {"loss": 1})
     record.close()  # may be repeated
+
+
+@pytest.mark.parametrize(("code", "status"), [(None, "completed"), (0, "completed"), (3, "failed")])
+def test_an_exit_ends_a_run_as_its_code_says(tmp_path, code, status):
+    record = RunRecord(tmp_path)
+    with pytest.raises(SystemExit), record:
+        sys.exit(code)
+    assert read_run(record.path).status == status
+
+
+def test_a_new_rank_0_goes_on_with_the_file(tmp_path, monkeypatch):
+    first = RunRecord(tmp_path)
+    with monkeypatch.context() as other_rank:
+        other_rank.setattr(record_module, "_rank", lambda: 1)
+        other_rank.setattr(record_module, "_from_rank_0", lambda mine: (str(first.path), None))
+        second = RunRecord(tmp_path)
+    first.log(1, {"loss": 3.0})
+    second.log(2, {"loss": 2.0})
+    second.close()
+    run = read_run(first.path)
+    assert (run.metrics["loss"].values, run.status) == ([3.0, 2.0], "completed")
 
 
 def test_what_is_no_record_is_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -49,6 +50,7 @@ def _find(text: str) -> Callable[[str], Any]:
     if not separator:
         raise ValueError("write module:name or file.py:name")
     if where.endswith(".py"):
+        sys.path.insert(0, os.path.dirname(os.path.abspath(where)))  # as Python does for a script
         found = runpy.run_path(where, run_name=where)[name]
     else:
         found = getattr(importlib.import_module(where), name)

@@ -11,7 +11,7 @@ Only `Shard.synchronize` communicates.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -62,7 +62,8 @@ class Shard:
     Iterating yields the indices of this process that are left in the epoch. `record` (or
     `record_batch`) notes processed samples, which are part of `state_dict()` and are not yielded
     again before the next epoch. After a change of the number of processes, `synchronize` or `merge`
-    and `reshard` divide the samples that no process has processed.
+    and `reshard` divide the samples that no process has processed. `synchronize` also completes
+    the record before it is saved.
 
     Parameters
     ----------
@@ -203,7 +204,10 @@ class Shard:
 
     def merge(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Add the processed samples of other processes in this epoch, and share the rest anew."""
-        states = list(states)
+        self._add(list(states))
+        self._mine = None
+
+    def _add(self, states: Sequence[Mapping[str, Any]]) -> None:
         mine = (self.samples, self.seed, self.epoch)
         for state in states:
             theirs = (state["samples"], state["seed"], state["epoch"])
@@ -214,18 +218,21 @@ class Shard:
                 )
         for state in states:
             self.record(state["processed"])
-        self._mine = None
 
     def synchronize(self, process_set: ProcessSet = global_process_set) -> None:
-        """Merge the states of all processes of a set. All of its ranks call it.
+        """Add the processed samples of all processes of a set. All of its ranks call it.
+
+        Shares stay as they are, and a loop over them can go on, unless the number of processes has
+        changed: then the rest of the epoch is shared anew.
 
         Raises
         ------
         ValueError : on every rank, when shards differ in samples, seed or epoch.
         """
         at = place(process_set)
-        self.merge(hvd.allgather_object(self.state_dict(), process_set=process_set))
-        self.reshard(*at)
+        self._add(hvd.allgather_object(self.state_dict(), process_set=process_set))
+        if at != (self.rank, self.size):
+            self.reshard(*at)
 
     def _share(self) -> Indices:
         order = (

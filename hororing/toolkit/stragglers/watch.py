@@ -30,7 +30,8 @@ class StragglerWatch:
 
     Raises
     ------
-    ValueError : too few steps were made (on every rank); a negative tolerance.
+    ValueError : too few steps were made, or no timeline can be started (on every rank); a negative
+        tolerance.
 
     Examples
     --------
@@ -55,10 +56,17 @@ class StragglerWatch:
         return self._diagnosis
 
     def __enter__(self) -> StragglerWatch:
+        failure = ""
         if hvd.rank() == 0 and not timeline.enabled():
             self._folder = tempfile.TemporaryDirectory(prefix="hororing-")
-            hvd.start_timeline(os.path.join(self._folder.name, "timeline.json"))
-        hvd.broadcast_object(None, name=_BEGIN)
+            try:
+                hvd.start_timeline(os.path.join(self._folder.name, "timeline.json"))
+            except ValueError as error:
+                self._folder.cleanup()
+                self._folder, failure = None, str(error)
+        failure = hvd.broadcast_object(failure, name=_BEGIN)
+        if failure:
+            raise ValueError(failure)
         return self
 
     def __exit__(

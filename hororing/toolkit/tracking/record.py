@@ -149,11 +149,11 @@ class RunRecord:
 
     def close(self, status: str = "completed") -> None:
         """End the run; once. Later calls do nothing."""
-        self._closed = True
         if self._file >= 0:
             self._write({"kind": "end", "status": status, **self._now()})
             os.close(self._file)
             self._file = -1
+        self._closed = True
         while self._trackers:
             self._trackers.pop(0).end(status)
 
@@ -163,9 +163,12 @@ class RunRecord:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if error is not None and self._file >= 0:
+        failed = error is not None
+        if isinstance(error, SystemExit):
+            failed = error.code not in (None, 0)
+        if failed and self._file >= 0:
             self.note(f"{type(error).__name__}: {error}")
-        self.close("completed" if error is None else "failed")
+        self.close("failed" if failed else "completed")
 
     def _now(self) -> dict[str, float]:
         return {"time": time.time(), "seconds": round(time.monotonic() - self._begin, 6)}
@@ -179,8 +182,10 @@ class RunRecord:
             os.write(self._file, b"\n")  # behind a line that was cut short: see `read_run`
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._file < 0:
+        if self._closed:
             raise ValueError("the run's record is closed")
+        if self._file < 0:  # another process was rank 0 before, in an elastic job
+            self._open(str(self.path))
         data = memoryview((json.dumps(_plain(line), allow_nan=False) + "\n").encode())
         while data:
             data = data[os.write(self._file, data) :]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import Sampler
 
 from hororing import job, membership
 from hororing.elastic.state import check_names
@@ -32,6 +33,10 @@ class TorchState(SteppedState):
     ----------
     model, optimizer : attributes of these names, unless None.
     kwargs : further attributes. All ranks pass the same names and types.
+
+    Raises
+    ------
+    TypeError : for a sampler of one rank that is not an `ElasticSampler`.
     """
 
     _handlers: dict[str, StateHandler]
@@ -50,6 +55,11 @@ class TorchState(SteppedState):
             if handler is not None:
                 self._handlers[name] = handler
                 object.__setattr__(self, name, kwargs.pop(name))
+            elif isinstance(kwargs[name], Sampler) and hasattr(kwargs[name], "rank"):
+                raise TypeError(
+                    f"TorchState: {name} has the samples of one rank, and all would get "
+                    "those of rank 0; use hvd.elastic.ElasticSampler"
+                )
         super().__init__(broadcast, job.rank, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -182,7 +182,8 @@ def with_float32_update(
     """Make `optimizer` update float16 and bfloat16 parameters in float32, and return it.
 
     Its state becomes float32, too, and is saved and loaded as such. Use it before
-    `DistributedOptimizer`. `LARS` and `LAMB` of this package do the same by themselves.
+    `DistributedOptimizer`. `LARS` and `LAMB` of this package do the same by themselves. Save its
+    `state_dict()`: the optimizer itself cannot be pickled.
 
     Parameters
     ----------
