@@ -11,15 +11,17 @@ namespace {
 
 // Inputs: a token, then these, then the tensors. Factors are prescale, postscale and, of a
 // weighted average, this rank's weight. Name and factors are inputs because TensorFlow keeps one
-// kernel for every combination of attributes in eager calls.
+// kernel for every combination of attributes in eager calls; the number of the process set, because
+// it may change during the life of a graph.
 constexpr int kName = 1;
-constexpr int kFactors = 2;
-constexpr int kSplits = 3;
-constexpr int kFirstTensor = 4;
+constexpr int kProcessSet = 2;
+constexpr int kFactors = 3;
+constexpr int kSplits = 4;
+constexpr int kFirstTensor = 5;
 
 // The attributes of one node of a graph.
 struct Submit {
-  int64_t collective, process_set, op, root;
+  int64_t collective, op, root;
   int64_t has_splits, blocking;
   int64_t awaits_abandoned;  // finishes abandoned requests of this name; not in eager mode: Ctrl-C
 
@@ -35,13 +37,8 @@ void* Create(TF_OpKernelConstruction* construction) {
     }
     return value;
   };
-  const Submit submit{integer("collective"),
-                      integer("process_set"),
-                      integer("op"),
-                      integer("root"),
-                      integer("has_splits"),
-                      integer("blocking"),
-                      integer("awaits_abandoned")};
+  const Submit submit{integer("collective"), integer("op"),       integer("root"),
+                      integer("has_splits"), integer("blocking"), integer("awaits_abandoned")};
   if (status.ok()) return new Submit(submit);
   api.OpKernelConstruction_Failure(construction, status.get());
   return nullptr;
@@ -84,6 +81,7 @@ class Execution {
   void Run() {
     const int count = api.NumInputs(context_) - kFirstTensor;
     ReadName();
+    ReadProcessSet();
     shapes_.reserve(static_cast<size_t>(count));  // the core's views point into it
     for (int i = 0; i < count && status_.ok(); ++i) AddTensor(i);
     const Tensor factors = status_.ok() ? Input(kFactors) : nullptr;
@@ -112,6 +110,12 @@ class Execution {
     if (!name) return;
     name_.assign(static_cast<const char*>(api.TensorData(name.get())),
                  api.TensorByteSize(name.get()));
+  }
+
+  void ReadProcessSet() {
+    const Tensor process_set = status_.ok() ? Input(kProcessSet) : nullptr;
+    if (!process_set) return;
+    process_set_ = static_cast<int32_t>(*static_cast<int64_t*>(api.TensorData(process_set.get())));
   }
 
   void AddTensor(int i) {
@@ -144,8 +148,7 @@ class Execution {
   // Uses the current ranks, which may differ from those when the graph was made.
   Tensor AllocateRows(int i, TfType type, std::vector<int64_t> shape, size_t bytes) {
     int32_t rank = 0, parts = 1;
-    const auto process_set = static_cast<int32_t>(submit_.process_set);
-    if (shape.empty() || hr_group_rank_now(process_set, &rank, &parts) != HR_OK) {
+    if (shape.empty() || hr_group_rank_now(process_set_, &rank, &parts) != HR_OK) {
       return nullptr;  // the core reports the error
     }
     const int64_t rows = shape[0];
@@ -172,12 +175,12 @@ class Execution {
   int64_t HandOver(const Tensor& factors, const Tensor& splits) {
     if (!submit_.preallocates()) in_flight_.outputs.clear();
     in_flight_.collective = submit_.collective;
-    in_flight_.key = std::to_string(submit_.process_set) + "/" + name_;
+    in_flight_.key = std::to_string(process_set_) + "/" + name_;
     if (submit_.awaits_abandoned != 0) FinishAbandoned(in_flight_.key);
     hr_request request{};
     request.collective = static_cast<int32_t>(submit_.collective);
     request.name = name_.c_str();
-    request.process_set = static_cast<int32_t>(submit_.process_set);
+    request.process_set = process_set_;
     request.op = static_cast<int32_t>(submit_.op);
     request.root = static_cast<int32_t>(submit_.root);
     const auto* const numbers = static_cast<const double*>(api.TensorData(factors.get()));
@@ -202,6 +205,7 @@ class Execution {
   TF_OpKernelContext* const context_;
   TfStatus status_;
   std::string name_;
+  int32_t process_set_ = 0;
   std::vector<std::vector<int64_t>> shapes_;
   std::vector<hr_tensor> views_;
   InFlight in_flight_;
@@ -219,11 +223,16 @@ void RegisterSubmit(TfStatus* status) {
   static const char* const attributes[] = {
       "T: list(type) >= 1",  // the core checks the types
       "P: list(type) >= 0",  // T if the outputs have their final size in advance; else none
-      "collective: int",    "process_set: int",      "op: int", "root: int", "has_splits: int",
-      "blocking: int",      "awaits_abandoned: int", nullptr,
+      "collective: int",       "op: int", "root: int", "has_splits: int", "blocking: int",
+      "awaits_abandoned: int", nullptr,
   };
-  static const char* const inputs[] = {"token: int64",  "request_name: uint8", "factors: double",
-                                       "splits: int64", "tensors: T",          nullptr};
+  static const char* const inputs[] = {"token: int64",
+                                       "request_name: uint8",
+                                       "process_set: int64",
+                                       "factors: double",
+                                       "splits: int64",
+                                       "tensors: T",
+                                       nullptr};
   // `pending` will hold the results. No other operation reads it: HororingWait returns them.
   static const char* const outputs[] = {"pending: P", "handle: int64", nullptr};
   Register(

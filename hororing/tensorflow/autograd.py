@@ -19,12 +19,13 @@ import tensorflow as tf
 from tensorflow.python.eager.record import stop_recording
 from tensorflow.python.ops.gradients_util import PossibleTapeGradientTypes
 
-from hororing import runtime
+from hororing import membership
 from hororing.arguments import Average, Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from hororing.names import uncount
-from hororing.process_sets import ProcessSet, rank_and_size
+from hororing.process_sets import ProcessSet, global_process_set, rank_and_size
 from hororing.tensorflow.requests import Request, carry_out
+from hororing.tensorflow.topology import at_run_time
 
 
 class Call(NamedTuple):
@@ -94,6 +95,19 @@ def _may_need_gradients(tensors: Sequence[tf.Tensor]) -> bool:
     return not tf.executing_eagerly() or bool(PossibleTapeGradientTypes(tensors))
 
 
+def _rank(process_set: ProcessSet) -> Any:
+    return _current(lambda: rank_and_size(process_set)[0])
+
+
+def _size(process_set: ProcessSet) -> Any:
+    return _current(lambda: rank_and_size(process_set)[1])
+
+
+def _current(answer: Callable[[], int]) -> Any:
+    """Return `answer()`; in an elastic job, as of when a graph runs, whose ranks change."""
+    return at_run_time(answer) if membership.is_elastic() else answer()
+
+
 def _is_smooth(tensor: tf.Tensor) -> bool:
     return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
@@ -124,7 +138,7 @@ def allgather(call: Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]
         mine = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in smooth])
         # rows[r][i]: rows of tensor i on rank r
         (rows,) = Call(f"{call.name}.rows", call.process_set).request(ALLGATHER, [mine[None]])
-        rank, _ = rank_and_size(call.process_set)
+        rank = _rank(call.process_set)
         before = tf.reduce_sum(rows[:rank], 0)
         return [
             gradient[before[index] : before[index] + mine[index]]
@@ -140,8 +154,9 @@ def broadcast(call: Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]
     def backward(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         (averaged,) = allreduce(call.backward(op=Average), gradients)
         # A session runs only what a result depends on.
+        rank = _rank(global_process_set)
         with tf.control_dependencies([averaged]):
-            return [averaged if runtime.rank() == call.root else tf.zeros_like(averaged)]
+            return [tf.where(tf.equal(rank, call.root), averaged, tf.zeros_like(averaged))]
 
     return _recorded(call, partial(call.request, BROADCAST), backward, tensors)
 
@@ -174,7 +189,7 @@ def reducescatter(call: Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, 
     def backward(gradients: list[tf.Tensor]) -> tuple[tf.Tensor, ...]:
         factor = call.factors[0] * call.factors[1]
         if call.op == Sum:
-            factor *= rank_and_size(call.process_set)[1]
+            factor *= tf.cast(_size(call.process_set), tf.float64)
         mine = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
         return allgather(call.backward(factors=(1.0, 1.0)), mine)
 

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from hororing import arguments, collectives, errors, membership
+from hororing import arguments, collectives, errors, job, membership
 from hororing.arguments import Average, Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from hororing.names import DefaultName, encode_name
@@ -116,7 +116,9 @@ def _regrouped(requests: Sequence[Request], flat: Iterator[tf.Tensor]) -> list[l
 
 def _in_graph(requests: Sequence[Request]) -> list[tf.Tensor]:
     token = _token()
-    handles = [_submit(token, each) for each in requests]
+    sets = {id(each.process_set): each for each in requests}
+    numbers = {key: _number_in_graph(token, each) for key, each in sets.items()}
+    handles = [_submit(token, each, numbers[id(each.process_set)]) for each in requests]
     # Waits of a graph run one after the other, in program order. TensorFlow ensures that, and keeps
     # calls of functions with such operations in order, except in functions that a tape makes:
     # there, two calls would use the same names at once.
@@ -128,6 +130,21 @@ def _in_graph(requests: Sequence[Request]) -> list[tf.Tensor]:
         results = _wait(requests, handles)
     graph.control_outputs.append(results[0].op)
     return results
+
+
+def _number_in_graph(token: tf.Tensor, request: Request) -> tf.Tensor:
+    """The number of the request's process set, which may change during the life of a graph."""
+    process_set, name = request.process_set, request.name
+    number = check_member(process_set, name)
+    changes = membership.is_elastic() or job.process_sets_are_dynamic()
+    if process_set is global_process_set or not changes:
+        return tf.constant(number, tf.int64)
+    # Stateless: it need not wait for other requests; the token keeps TensorFlow from computing it
+    # in advance.
+    current = tf.numpy_function(
+        lambda _: np.int64(check_member(process_set, name)), [token], tf.int64, stateful=False
+    )
+    return tf.ensure_shape(current, [])
 
 
 def _token() -> tf.Tensor:
@@ -153,7 +170,8 @@ def _eagerly(requests: Sequence[Request]) -> list[tf.Tensor]:
     alone = len(requests) == 1
     handles = []
     for each in requests:
-        handles.append(_submit(token, each, blocking=alone))
+        number = _constant(check_member(each.process_set, each.name), tf.int64)
+        handles.append(_submit(token, each, number, blocking=alone))
         if isinstance(each.name, DefaultName):
             each.name.submitted = True
     for handle in handles:
@@ -161,8 +179,10 @@ def _eagerly(requests: Sequence[Request]) -> list[tf.Tensor]:
     return _wait(requests, handles)
 
 
-def _submit(token: tf.Tensor, request: Request, *, blocking: bool = False) -> tf.Tensor:
-    process_set, root = request.process_set, request.root
+def _submit(
+    token: tf.Tensor, request: Request, set_number: tf.Tensor, *, blocking: bool = False
+) -> tf.Tensor:
+    root = request.root
     if not -(2**31) <= root < 2**31:  # the core's integers
         raise ValueError(f"'{request.name}' (SUBMIT): root rank {root} is out of range")
     dtypes = [tensor.dtype for tensor in request.tensors]
@@ -171,13 +191,13 @@ def _submit(token: tf.Tensor, request: Request, *, blocking: bool = False) -> tf
     with tf.device("CPU:0"):
         return operations.hororing_submit(
             token=token,
+            process_set=set_number,
             factors=_factors(request),
             splits=_constant((), tf.int64) if splits is None else splits,
             request_name=tf.constant(np.frombuffer(encode_name(request.name), np.uint8)),
             tensors=request.tensors,
             P=dtypes if preallocated else [],
             collective=request.collective,
-            process_set=check_member(process_set, request.name),
             op=request.op,
             root=root,
             has_splits=splits is not None,

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hororing import membership
 from hororing.arguments import Sum
 from hororing.batch_norm_groups import GroupedLayer
 from hororing.collectives import ALLGATHER, ALLREDUCE
@@ -90,7 +91,9 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
     def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         # Keras calls this in training, with float32 or float64, and expects biased variances.
         group = self._sharing()
-        if group is None or len(group.ranks) == 1:
+        # A graph lives on when an elastic job gets more ranks.
+        grows = membership.is_elastic() and group is global_process_set
+        if group is None or (len(group.ranks) == 1 and not grows):
             moments: tuple[tf.Tensor, tf.Tensor] = super()._moments(inputs, mask)
             return moments
         if mask is not None:

@@ -510,7 +510,7 @@ def case_a_graph_that_fails_with_requests_in_flight() -> None:
         made = [
             Request(ALLREDUCE, f"part{i}", [tf.fill([1 << 18], x + float(i))]) for i in range(4)
         ]
-        handles = [requests._submit(token, each) for each in made]
+        handles = [requests._submit(token, each, tf.constant(0, tf.int64)) for each in made]
         with tf.control_dependencies(handles):
             checked = tf.debugging.check_numerics(tf.where(fail, np.nan, x), "as told")
         with tf.control_dependencies([checked]):

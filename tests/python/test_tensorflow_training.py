@@ -319,6 +319,24 @@ def case_sets_reduce_among_themselves() -> None:
     hvd.remove_process_set(evens)
 
 
+def case_a_graph_follows_its_set_to_another_number() -> None:
+    if hvd.size() == 1:
+        return
+    mine = hvd.rank() == 0
+    first = hvd.add_process_set([0])
+    total = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum, process_set=first))
+    assert not mine or total(tf.ones([])) == 1
+    hvd.remove_process_set(first)
+    if mine:
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"TypeError: .* not registered"):
+            total(tf.ones([]))
+    second = hvd.add_process_set([1])  # has the number that the first one had
+    hvd.add_process_set(first)
+    assert not mine or total(tf.ones([])) == 1
+    for each in (first, second):
+        hvd.remove_process_set(each)
+
+
 def case_wrong_arguments_are_told() -> None:
     tape = tf.GradientTape()
     variable = tf.Variable(1.0)
