@@ -112,7 +112,7 @@ def main() -> None:
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # hvd
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min((step + 1) / args.warmup_steps, (args.steps - step) / args.steps),
+        lambda step: min((step + 1) / max(1, args.warmup_steps), (args.steps - step) / args.steps),
     )
 
     def loss_of(part: torch.Tensor, count: int) -> torch.Tensor:

@@ -12,6 +12,16 @@ from hororing.rendezvous import interfaces
 from hororing.rendezvous.client import Member
 
 
+def check_cores(settings: config.Config, started_by: Launch) -> None:
+    """ValueError if HORORING_CPU has no core for this rank; before it meets others, who wait."""
+    if started_by.local_rank is None and len(settings["CPU"] or ()) > 1:
+        raise ValueError(
+            "init: HORORING_CPU is in order of local rank, which the launcher does not tell; give "
+            "each rank one core of its own, or unset it"
+        )
+    settings.core_for(started_by.local_rank or 0)
+
+
 def engine_config(
     settings: config.Config,
     started_by: Launch,
@@ -66,7 +76,7 @@ def engine_config(
     c_config.timeout_s = settings["TIMEOUT_S"]
     c_config.spin_us = settings["SPIN_US"]
     c_config.cpu = settings.core_for(started_by.local_rank or 0)
-    c_config.watch_parent = launched
+    c_config.watch_parent = launched and not launch.may_outlive_parent(started_by)
     c_config.kernels = text(settings["KERNELS"])
     c_config.log_level = log_level
     c_config.timeline = text(settings["TIMELINE"])

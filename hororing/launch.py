@@ -89,6 +89,12 @@ ELASTIC = "an elastic job"  # of hororun; not in LAUNCHERS, because ranks come f
 HORORUN = "hororun"
 TORCHRUN, SRUN, KUBERNETES = "torchrun", "srun", "Kubernetes Indexed Job"
 
+# A variable of each launcher; others with the same ranks can be set by hand.
+_BY_LAUNCHERS = (
+    "HORORING_SECRET_FD", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE",
+    "PMIX_RANK", "PMI_RANK",
+)  # fmt: skip
+
 # The first match counts: the innermost launcher precedes what started it.
 LAUNCHERS = (
     Launcher(
@@ -277,6 +283,13 @@ def become(variables: Mapping[str, str]) -> None:
     for name in VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(variables)
+
+
+def may_outlive_parent(launch: Launch) -> bool:
+    """Whether a shell, not a launcher, has started this process: it may go on after it (nohup)."""
+    if launch.mpi or multiprocessing.parent_process() is not None:
+        return False
+    return not any(name in os.environ for name in _BY_LAUNCHERS)
 
 
 def refuse_without_mpi(launch: Launch) -> None:

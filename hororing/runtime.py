@@ -16,7 +16,7 @@ from hororing import bootstrap, errors, job, launch, membership, mpi, recorder
 from hororing import config as configuration
 from hororing import process_sets as sets
 from hororing._core import ffi, lib
-from hororing.engine_config import engine_config
+from hororing.engine_config import check_cores, engine_config
 from hororing.failures import fail
 from hororing.job import (
     cross_rank,
@@ -127,6 +127,7 @@ def _start(
         by_mpi = (started_by.launched and started_by.mpi) or others
         if by_mpi or started_by.launched:
             launch.refuse_children(started_by)
+            check_cores(settings, started_by)
         if not by_mpi:
             _find_ranks(started_by, settings, comm, meet)
         launched = by_mpi or _process.member is not None

@@ -156,6 +156,50 @@ def test_ranks_that_are_started_by_hand_meet_in_a_directory(tmp_path: Path) -> N
         assert printed.count("is right") == 2
 
 
+def test_cores_need_local_ranks(tmp_path: Path) -> None:
+    more = {"HORORING_JOB": "cores", "HORORING_CPU": "0,1"}
+    ranks = [by_hand(rank, 2, f"file://{tmp_path}", **more) for rank in range(2)]
+    for rank in ranks:
+        printed, _ = rank.communicate(timeout=LIMIT_S)
+        assert "ValueError: init: HORORING_CPU is in order of local rank" in printed
+
+
+OUTLIVES = """
+import os, sys, time
+from pathlib import Path
+import numpy as np
+import hororing.numpy as hvd
+
+shell, here = os.getppid(), Path(sys.argv[1])
+hvd.init()
+(here / f"ready.{hvd.rank()}").touch()
+while os.getppid() == shell:
+    time.sleep(0.01)
+time.sleep(1)  # the engine looks four times a second
+hvd.allreduce(np.ones(1), name="late")
+(here / f"done.{hvd.rank()}").touch()
+"""
+
+
+def test_ranks_that_are_started_by_hand_outlive_their_shell(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OUTLIVES)
+    start = """
+    for rank in 0 1; do HORORING_RANK=$rank "$0" train.py . & done
+    while [ ! -e ready.0 ] || [ ! -e ready.1 ]; do sleep 0.1; done
+    """
+    place = {"HORORING_SIZE": "2", "HORORING_RENDEZVOUS": f"file://{tmp_path}"}
+    with Path(tmp_path / "errors").open("w") as errors:
+        subprocess.run(
+            ["sh", "-c", start, sys.executable], cwd=tmp_path, timeout=LIMIT_S, check=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HORORING_JOB": "hand", **place},
+            stderr=errors,
+        )  # fmt: skip
+    end = time.monotonic() + LIMIT_S
+    while len(list(tmp_path.glob("done.*"))) < 2:
+        assert time.monotonic() < end, (tmp_path / "errors").read_text()
+        time.sleep(0.1)
+
+
 # Like torch.multiprocessing.spawn and the launchers of notebooks.
 SPAWNS = """
 import multiprocessing, os

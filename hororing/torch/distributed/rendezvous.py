@@ -63,8 +63,9 @@ def _start(store: Any, rank: int, size: int, timeout_s: float) -> bool:
         runtime.start(Launch())
         return True
     launched = Launch(
-        "torch.distributed", rank, size, mpi=False, sign=f"world_size={size}", own=f"rank={rank}"
-    )
+        "torch.distributed", rank, size, started_by.local_rank, started_by.local_size, mpi=False,
+        sign=f"world_size={size}", own=f"rank={rank}",
+    )  # fmt: skip
     runtime.start(
         launched, meet=lambda: torch_store.meet_in(store, rank=rank, size=size, timeout_s=timeout_s)
     )
