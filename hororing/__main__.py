@@ -95,8 +95,7 @@ def _try_allreduce() -> tuple[bool, str]:
         import hororing.numpy as hvd
 
         launch.run_alone()
-        for name in ("HORORING_TIMELINE", "HOROVOD_TIMELINE", "HORORING_FLIGHT_RECORDER"):
-            os.environ.pop(name, None)  # the files of the user's job
+        launch.write_no_files()
         runtime.start(Launch())
         total = hvd.allreduce(np.arange(5, dtype=np.float32), op=hvd.Sum, name="info")
         hvd.shutdown()

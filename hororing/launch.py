@@ -262,6 +262,12 @@ def run_alone() -> None:
     os.environ["HORORING_ALONE"] = "1"
 
 
+def write_no_files() -> None:
+    """Make this process leave the files that the variables name as they are: another job's."""
+    for name in ("HORORING_TIMELINE", "HOROVOD_TIMELINE", "HORORING_FLIGHT_RECORDER"):
+        os.environ.pop(name, None)
+
+
 def environment() -> dict[str, str]:
     """A copy of this process's environment, for processes that it starts."""
     return dict(os.environ)
