@@ -13,7 +13,10 @@ from hororing.rendezvous.client import Member
 
 
 def check_cores(settings: config.Config, started_by: Launch) -> None:
-    """ValueError if HORORING_CPU has no core for this rank; before it meets others, who wait."""
+    """ValueError if HORORING_CPU has no core for this rank.
+
+    Called before the rendezvous. If a rank failed later, the others would wait for their timeout.
+    """
     if started_by.local_rank is None and len(settings["CPU"] or ()) > 1:
         raise ValueError(
             "init: HORORING_CPU is in order of local rank, which the launcher does not tell; give "

@@ -89,7 +89,7 @@ ELASTIC = "an elastic job"  # of hororun; not in LAUNCHERS, because ranks come f
 HORORUN = "hororun"
 TORCHRUN, SRUN, KUBERNETES = "torchrun", "srun", "Kubernetes Indexed Job"
 
-# A variable of each launcher; others with the same ranks can be set by hand.
+# Variables that only launchers set. Ranks and sizes are also set by hand.
 _BY_LAUNCHERS = (
     "HORORING_SECRET_FD", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE",
     "PMIX_RANK", "PMI_RANK",
@@ -263,7 +263,7 @@ def run_alone() -> None:
 
 
 def write_no_files() -> None:
-    """Make this process leave the files that the variables name as they are: another job's."""
+    """Remove the variables that name files of the user's job, which this process would replace."""
     for name in ("HORORING_TIMELINE", "HOROVOD_TIMELINE", "HORORING_FLIGHT_RECORDER"):
         os.environ.pop(name, None)
 
@@ -292,7 +292,7 @@ def become(variables: Mapping[str, str]) -> None:
 
 
 def may_outlive_parent(launch: Launch) -> bool:
-    """Whether a shell, not a launcher, has started this process: it may go on after it (nohup)."""
+    """Whether a shell, not a launcher, started this process: it continues when the shell ends."""
     if launch.mpi or multiprocessing.parent_process() is not None:
         return False
     return not any(name in os.environ for name in _BY_LAUNCHERS)

@@ -139,8 +139,8 @@ def _number_in_graph(token: tf.Tensor, request: Request) -> tf.Tensor:
     changes = membership.is_elastic() or job.process_sets_are_dynamic()
     if process_set is global_process_set or not changes:
         return tf.constant(number, tf.int64)
-    # Stateless: it need not wait for other requests; the token keeps TensorFlow from computing it
-    # in advance.
+    # A stateful operation would wait for earlier ones, and ranks for each other. The token is an
+    # input because TensorFlow evaluates stateless operations of constants in advance.
     current = tf.numpy_function(
         lambda _: np.int64(check_member(process_set, name)), [token], tf.int64, stateful=False
     )

@@ -58,12 +58,12 @@ class StragglerWatch:
     def __enter__(self) -> StragglerWatch:
         failure = ""
         if hvd.rank() == 0 and not timeline.enabled():
-            self._folder = tempfile.TemporaryDirectory(prefix="hororing-")
             try:
+                self._folder = tempfile.TemporaryDirectory(prefix="hororing-")
                 hvd.start_timeline(os.path.join(self._folder.name, "timeline.json"))
-            except ValueError as error:
-                self._folder.cleanup()
-                self._folder, failure = None, str(error)
+            except (OSError, ValueError) as error:
+                failure = str(error)
+                self._end()
         failure = hvd.broadcast_object(failure, name=_BEGIN)
         if failure:
             raise ValueError(failure)
@@ -83,15 +83,18 @@ class StragglerWatch:
         except (OSError, ValueError) as why:
             found = str(why)
         finally:
-            if self._folder is not None:
-                self._folder.cleanup()
-                self._folder = None
+            self._end()
         if error is not None:
             return
         found = hvd.broadcast_object(found, name="stragglers.watch")
         if isinstance(found, str):
             raise ValueError(found)
         self._diagnosis = found
+
+    def _end(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def _recorded(self) -> Recording:
         """The steps between the broadcasts at the beginning and at the end."""

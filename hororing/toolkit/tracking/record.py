@@ -184,7 +184,7 @@ class RunRecord:
     def _write(self, line: dict[str, Any]) -> None:
         if self._closed:
             raise ValueError("the run's record is closed")
-        if self._file < 0:  # another process was rank 0 before, in an elastic job
+        if self._file < 0:  # in an elastic job: another process was rank 0 when the record was made
             self._open(str(self.path))
         data = memoryview((json.dumps(_plain(line), allow_nan=False) + "\n").encode())
         while data:
