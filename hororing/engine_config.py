@@ -84,9 +84,7 @@ def engine_config(
     c_config.log_level = log_level
     c_config.timeline = text(settings["TIMELINE"])
     c_config.timeline_bytes = settings["TIMELINE_BYTES"]
-    c_config.timeline_from, c_config.timeline_to = (
-        settings["TIMELINE_STEPS"] if settings["TIMELINE"] else None
-    ) or (0, 0)
+    c_config.timeline_from, c_config.timeline_to = settings["TIMELINE_STEPS"] or (0, 0)
     c_config.timeline_mark_cycles = settings["TIMELINE_MARK_CYCLES"]
     c_config.gpu = text(settings["GPU"])
     c_config.cuda_library = text(settings["CUDA_LIBRARY"])

@@ -264,8 +264,9 @@ def run_alone() -> None:
 
 def write_no_files() -> None:
     """Remove the variables that name files of the user's job, which this process would replace."""
-    for name in ("HORORING_TIMELINE", "HOROVOD_TIMELINE", "HORORING_FLIGHT_RECORDER"):
-        os.environ.pop(name, None)
+    for name in ("TIMELINE", "TIMELINE_STEPS", "FLIGHT_RECORDER"):
+        os.environ.pop(f"HORORING_{name}", None)
+    os.environ.pop("HOROVOD_TIMELINE", None)
 
 
 def environment() -> dict[str, str]:

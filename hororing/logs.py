@@ -59,8 +59,8 @@ class Forwarder:
         self._thread: threading.Thread | None = None
         logger.addFilter(self._prefix)
 
-    def configure(self, level: int, *, chosen: bool, hide_time: bool) -> int:
-        """Set level and default handler, and return the level for the core.
+    def configure(self, level: int, *, chosen: bool, hide_time: bool) -> None:
+        """Set level and default handler.
 
         `chosen`: the level was given in the environment, which overrules the script's.
         """
@@ -68,6 +68,10 @@ class Forwarder:
             logger.setLevel(level)
         if not logger.hasHandlers():
             logger.addHandler(_DefaultHandler(hide_time))
+
+    @staticmethod
+    def core_level() -> int:
+        """The lowest level of the core's messages that is logged."""
         return min(max(logger.getEffectiveLevel(), _MIN), _MAX)
 
     def open(self, rank: int | None) -> None:
@@ -79,8 +83,8 @@ class Forwarder:
             self._thread = threading.Thread(target=self._run, name="hororing-log", daemon=True)
             self._thread.start()
 
-    def set_rank(self, rank: int) -> None:
-        """Set the rank that lines name from now on."""
+    def set_rank(self, rank: int | None) -> None:
+        """Set the rank that lines name from now on; None if it is not known."""
         self._prefix.rank = rank
 
     def close(self) -> None:

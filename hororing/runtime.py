@@ -118,6 +118,12 @@ def _start(
         if job.has_engine():
             return
         settings = configuration.load()
+        _log.configure(
+            settings.log_level(),
+            chosen=settings.settings["LOG_LEVEL"].source != "default",
+            hide_time=settings["LOG_HIDE_TIME"],
+        )
+        _log.set_rank(started_by.rank)
         if settings["ALONE"] and meet is None:
             started_by = Launch()
         elif meet is None and membership.is_elastic():
@@ -209,14 +215,9 @@ def _run(
     neighbours: Neighbours | None,
 ) -> None:
     """Start the engine. After an exception, no engine exists."""
-    level = _log.configure(
-        settings.log_level(),
-        chosen=settings.settings["LOG_LEVEL"].source != "default",
-        hide_time=settings["LOG_HIDE_TIME"],
-    )
     _log.open(started_by.rank if launched else 0)
     keep, c_config = engine_config(
-        settings, started_by, launched, level, process_sets, _process.member
+        settings, started_by, launched, _log.core_level(), process_sets, _process.member
     )
     c_config.mpi_communicator = communicator
     if ranks is not None:
@@ -329,8 +330,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     path = _absolute(file_path)
     if "\0" in path:
         raise ValueError(f"start_timeline: the path {path!r} holds a zero character")
-    settings = configuration.load()
-    if settings["TIMELINE"] and settings["TIMELINE_STEPS"]:
+    if configuration.load()["TIMELINE_STEPS"]:
         raise ValueError(
             "start_timeline: HORORING_TIMELINE_STEPS chooses the steps that are recorded; unset it"
         )

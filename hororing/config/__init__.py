@@ -16,7 +16,7 @@ from typing import Any
 
 from hororing import launch
 from hororing.config import horovod_variables
-from hororing.config.forms import BYTES, CORES, FUSION, LEVELS, BadText
+from hororing.config.forms import BYTES, CORES, FUSION, LEVELS, STEPS, BadText
 from hororing.config.knobs import KNOBS, PREFIX, Alias, Knob
 
 
@@ -82,12 +82,13 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
 
     Raises
     ------
-    ValueError : an invalid text, or an unknown HORORING_* variable.
+    ValueError : an invalid text, an unknown HORORING_* variable, or two that do not go together.
     """
     env = os.environ if environ is None else environ
     _refuse_unknown(env)
     settings = {knob.name: _read(knob, env) for knob in KNOBS}
     _threshold(settings)
+    _timeline_steps(settings)
     return Config(settings)
 
 
@@ -102,6 +103,15 @@ def _threshold(settings: dict[str, Setting]) -> None:
             f"{BYTES.show(threshold.value)}: set one of them"
         )
     settings["FUSION_BYTES"] = fusion
+
+
+def _timeline_steps(settings: Mapping[str, Setting]) -> None:
+    steps = settings["TIMELINE_STEPS"]
+    if steps.value and not settings["TIMELINE"].value:
+        raise ValueError(
+            f"{steps.source}={STEPS.show(steps.value)} chooses steps of the timeline, but "
+            f"{PREFIX}TIMELINE names no file for it"
+        )
 
 
 def horovod_notes(environ: Mapping[str, str] | None = None) -> list[tuple[int, str]]:

@@ -340,7 +340,7 @@ KNOBS: tuple[Knob, ...] = (
         STEPS,
         None,
         "the training steps that TIMELINE records, counted from 1; a step ends when the name of "
-        "an allreduce among all ranks occurs again; unset: all steps",
+        "an allreduce among all ranks occurs again; needs TIMELINE; unset: all steps",
         scope="rank 0",
     ),
     Knob(

@@ -192,6 +192,14 @@ def test_two_thresholds_that_differ_are_an_error():
         config.load({**same, "HORORING_FUSION_BYTES": "1MiB"})
 
 
+def test_steps_of_a_timeline_without_a_file_are_an_error():
+    steps = {"HORORING_TIMELINE_STEPS": "100:110"}
+    assert config.load({**steps, "HOROVOD_TIMELINE": "t.json"})["TIMELINE_STEPS"] == (100, 110)
+    for file in ({}, {"HOROVOD_TIMELINE": "DYNAMIC"}):
+        with pytest.raises(ValueError, match=r"STEPS=100:110 .* HORORING_TIMELINE names no file"):
+            config.load({**steps, **file})
+
+
 def test_an_empty_variable_counts_as_not_set():
     assert value("FUSION_BYTES", HORORING_FUSION_BYTES="") == 64 * 2**20
     assert value("FUSION_BYTES", HORORING_FUSION_BYTES=" ", HOROVOD_FUSION_THRESHOLD="3") == 3
@@ -225,14 +233,15 @@ def test_every_shown_value_parses_back_to_itself(data: st.DataObject):
         forms.STEPS: st.tuples(*2 * [st.integers(1, 10**9)]).map(sorted).map(tuple),
     }
     drawn = data.draw(strategies[knob.form]) if knob.form in strategies else knob.default
-    assert value(knob.name, **{knob.variable: knob.show(drawn)}) == drawn
+    environ = {"HORORING_TIMELINE": "needed by its steps", knob.variable: knob.show(drawn)}
+    assert value(knob.name, **environ) == drawn
 
 
 @given(st.sampled_from(KNOBS), st.text(max_size=20))
 def test_any_text_is_a_value_or_an_error_that_quotes_it(knob: Knob, text: str):
     failure = ""
     try:
-        config.load({knob.variable: text})
+        config.load({"HORORING_TIMELINE": "needed by its steps", knob.variable: text})
     except ValueError as error:
         failure = str(error)
     assert not failure or f"{knob.variable}={text.strip()!r}" in failure

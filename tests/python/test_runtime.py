@@ -359,6 +359,16 @@ def test_the_level_is_that_of_the_variable():
     assert "[rank 0] running as rank 0 of 1" in loud.stderr
 
 
+def test_the_level_counts_before_ranks_have_met():
+    place = {"HORORING_RANK": "0", "HORORING_SIZE": "2", "HORORING_RENDEZVOUS": "192.0.2.1:9"}
+    more = {"HORORING_SECRET_KEY": "k" * 32, "HORORING_TIMEOUT_S": "1"}
+    script = "import hororing.runtime as r; r.init()"
+    for level, lines in (("error", []), ("warning", ["WARNING hororing: [rank 0] rank 0 did not"])):
+        done = run(script, **place, **more, HORORING_LOG_LEVEL=level, HORORING_LOG_HIDE_TIME="1")
+        logged = [line for line in done.stderr.splitlines() if "did not start a store" in line]
+        assert [line[:41] for line in logged[:-1]] == lines  # the last is the error's
+
+
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_RANK": "3",
