@@ -176,9 +176,11 @@ class Member:
         ------
         RendezvousError : some ranks did not call it in time, or a rank or the store has ended.
         """
+        if len(text) > protocol.TEXT_CHARACTERS:
+            raise ValueError(f"a text of {len(text)} characters, of {protocol.TEXT_CHARACTERS}")
         with self._lock:
             key = f"share {self._shares}"
-            deadline = self._ask("gather", key, timeout_s, text=_checked(text))
+            deadline = self._send_text(key, text, timeout_s)
             texts: list[str] = []
             while len(texts) < self.size:
                 message = self._next(key, deadline)
@@ -187,18 +189,6 @@ class Member:
                 texts += self._take(message, "texts", list)
             self._shares += 1
             return texts
-
-    def put(self, key: str, text: str, timeout_s: float = _ANSWER_S) -> None:
-        """Set the text of `key`, for members that ask for it now or later."""
-        with self._lock:
-            deadline = self._ask("put", key, timeout_s, text=_checked(text))
-            self._next(key, deadline)
-
-    def get(self, key: str, timeout_s: float = math.inf) -> str:
-        """Return the text of `key`; blocks until a member has set it. RendezvousError if not."""
-        with self._lock:
-            deadline = self._ask("get", key, timeout_s)
-            return str(self._take(self._next(key, deadline), "text", str))
 
     def done(self, status: int = 0) -> None:
         """Report that this rank ends normally, and close. Raises nothing if the store is lost."""
@@ -225,9 +215,9 @@ class Member:
             self._stream.socket.close()
             self._stream = None
 
-    def _ask(self, what: str, key: str, timeout_s: float, **more: Any) -> Deadline:
+    def _send_text(self, key: str, text: str, timeout_s: float) -> Deadline:
         deadline = Deadline(timeout_s + _ANSWER_S)
-        request = {"do": what, "generation": self.generation, "key": key, **more}
+        request = {"do": "gather", "generation": self.generation, "key": key, "text": text}
         if math.isfinite(timeout_s):
             request["timeout_s"] = timeout_s
         self._send(request, deadline)
@@ -413,12 +403,6 @@ def keep_watch(connection: socket.socket) -> None:
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
-
-
-def _checked(text: str) -> str:
-    if len(text) > protocol.TEXT_CHARACTERS:
-        raise ValueError(f"a text of {len(text)} characters, of {protocol.TEXT_CHARACTERS}")
-    return text
 
 
 def _accepted(answer: dict[str, Any]) -> dict[str, Any]:

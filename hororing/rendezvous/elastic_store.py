@@ -92,7 +92,7 @@ class ElasticStore(Server):
         self._limit: asyncio.TimerHandle | None = None
 
     # -----------------------------------------------------------------------------------------
-    # Called by the launcher, on any thread
+    # Called by the launcher, on any thread, while the store runs
 
     def expect(self, count: int) -> None:
         """Set the number of started processes that have not connected yet.
@@ -115,13 +115,8 @@ class ElasticStore(Server):
         self._apply(lambda: self._machine.retire(host_or_uid))
 
     def _apply(self, what: Callable[[], list[Event]]) -> None:
-        def act() -> None:
-            self._apply_events(what())
-
-        if self._loop is None:
-            act()
-        else:
-            self._loop.call_soon_threadsafe(act)
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(lambda: self._apply_events(what()))
 
     # -----------------------------------------------------------------------------------------
     # Messages of members
@@ -197,28 +192,25 @@ class ElasticStore(Server):
         if member is None or (member is not peer and member.done is not None):
             return  # it was declared lost before, or is about to end normally
         if peer.done is None:
-            self._lose_member(uid, CONNECTION_ENDED)
+            self._apply_events(self._machine.lost(uid, CONNECTION_ENDED))
             return
-        self._forget(uid)
+        self._forget(uid, peer.done)
         self._apply_events(self._machine.done(uid, peer.done))
 
-    def _lose_member(self, uid: str, why: str) -> None:
-        self._apply_events(self._machine.lost(uid, why))
-
-    def _forget(self, uid: str) -> None:
+    def _forget(self, uid: str, status: int | None, why: str = "") -> None:
+        """Close its connections, and end waits for it. `status`: None if it is lost."""
         peer = self._peers[uid]
-        for connection in self._remove(uid):
-            connection.writer.close()
-        for rank in [each for each, there in self._ranks.items() if there is peer]:
-            del self._ranks[rank]
-            self._exchange.end(rank, peer, peer.done, "")
-
-    def _remove(self, uid: str) -> list[Peer]:
-        """Remove its connections, and return them."""
         self._requests.pop(uid, None)
         self._last_beat.pop(uid, None)
         self._beating.discard(uid)
-        return [each.pop(uid) for each in (self._peers, self._beats) if uid in each]
+        for connection in [each.pop(uid) for each in (self._peers, self._beats) if uid in each]:
+            if status is None:
+                connection.writer.transport.abort()
+            else:
+                connection.writer.close()
+        for rank in [each for each, there in self._ranks.items() if there is peer]:
+            del self._ranks[rank]
+            self._exchange.end(rank, status, f"{peer.hello.title()} is lost: {why}")
 
     # -----------------------------------------------------------------------------------------
     # Consequences of events
@@ -234,7 +226,7 @@ class ElasticStore(Server):
             elif isinstance(event, Retired):
                 self._reply(event.uid, {"retired": True})
             elif isinstance(event, Lost):
-                self._drop(event)
+                self._forget(event.uid, None, event.why)
             elif isinstance(event, Ended):
                 for uid in list(self._requests):
                     self._reply(uid, {"error": event.reason})
@@ -259,7 +251,7 @@ class ElasticStore(Server):
     def _break(self, event: Broken) -> None:
         peer = self._ranks.get(event.rank)
         if peer is not None:  # it has left by itself
-            self._exchange.end(event.rank, peer, None, event.why)
+            self._exchange.end(event.rank, None, event.why)
         self._over = protocol.over(event.generation, event.rank, event.why)
         self._push(self._over)
 
@@ -272,15 +264,6 @@ class ElasticStore(Server):
     def _push(self, frame: bytes) -> None:
         for uid in self._beating:
             self._beats[uid].send(frame)
-
-    def _drop(self, event: Lost) -> None:
-        """Close its connection and end waits for it, before other members get the event."""
-        peer = self._peers[event.uid]
-        for connection in self._remove(event.uid):
-            connection.writer.transport.abort()
-        for rank in [each for each, there in self._ranks.items() if there is peer]:
-            del self._ranks[rank]
-            self._exchange.end(rank, peer, None, f"{peer.hello.title()} is lost: {event.why}")
 
     def _reply(self, uid: str, what: dict[str, Any]) -> None:
         ask = self._requests.pop(uid, None)
@@ -315,7 +298,8 @@ class ElasticStore(Server):
         ]:
             if uid in self._last_beat:
                 silent_s = now - self._last_beat[uid]
-                self._lose_member(uid, f"it has given no sign of life for {silent_s:.1f} s")
+                why = f"it has given no sign of life for {silent_s:.1f} s"
+                self._apply_events(self._machine.lost(uid, why))
         self._check_timer = loop.call_later(pause_s, self._check_members)
 
     def _watch_limit(self) -> None:

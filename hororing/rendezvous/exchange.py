@@ -1,7 +1,7 @@
 """The texts that the ranks of one generation share through the store.
 
-A GET or a GATHER is answered when that is possible, or at its deadline. Once a rank is lost, ranks
-that wait, now or later, get an error.
+A rank that has sent its text is answered when all have, or at its deadline. Once a rank is lost,
+ranks that wait, now or later, get an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hororing.rendezvous.server import Peer
 
 @dataclass(eq=False)
 class _Wait:
-    """An unanswered GET or GATHER."""
+    """A rank that has sent its text."""
 
     peer: Peer
     deadline: asyncio.TimerHandle | None
@@ -26,7 +26,6 @@ class _Wait:
     def cancel(self) -> None:
         if self.deadline is not None:
             self.deadline.cancel()
-            self.peer.deadlines.discard(self.deadline)
 
     def end(self, frame: bytes) -> None:
         self.cancel()
@@ -55,82 +54,39 @@ class Exchange:
         self.lost: dict[int, str] = {}
         self.statuses: dict[int, int] = {}
         self._generation, self._size, self._peers = generation, size, peers
-        self._values: dict[str, str] = {}
-        self._gets: dict[str, list[_Wait]] = {}
         self._gathers: dict[str, _Gather] = {}
 
     def answer(self, rank: int, peer: Peer, what: str, message: dict[str, Any]) -> None:
-        """Carry out a request of a rank: "get", "put" or "gather"."""
+        """Carry out a request of a rank: "gather"."""
         key = protocol.take(message, "key", str)
         if len(key) > protocol.FIRST_BYTES:
             raise ProtocolError("a key that is too long")
+        text = protocol.take(message, "text", str)
+        if len(text) > protocol.TEXT_CHARACTERS:
+            raise ProtocolError("a text that is too long")
+        if what != "gather":
+            raise ProtocolError("an unknown request")
         if protocol.take(message, "generation", int) != self._generation:
-            peer.send(reply(message["generation"], key, {"error": "that generation is over"}))
-        elif what == "get":
-            self._get(peer, key, message)
+            peer.send(_reply(key, {"error": "that generation is over"}))
         else:
-            text = protocol.take(message, "text", str)
-            if len(text) > protocol.TEXT_CHARACTERS:
-                raise ProtocolError("a text that is too long")
-            if what == "put":
-                self._put(peer, key, text)
-            elif what == "gather":
-                self._gather(rank, peer, key, text, message)
-            else:
-                raise ProtocolError("an unknown request")
+            self._gather(rank, peer, key, text, message)
 
-    def end(
-        self,
-        rank: int,
-        peer: Peer | None,
-        status: int | None,
-        who: str,
-        *,
-        may_return: bool = False,
-    ) -> None:
+    def end(self, rank: int, status: int | None, who: str, *, may_return: bool = False) -> None:
         """A rank has left: with a status if it ended normally, otherwise it is lost.
 
-        `peer`: None if it is not connected. `may_return`: ranks go on waiting for it if it ended
-        normally.
+        `may_return`: ranks go on waiting for it if it ended normally.
         """
-        for deadline in peer.deadlines if peer else ():
-            deadline.cancel()
         if status is None:
             self.lost[rank] = who
         else:
             self.statuses[rank] = status
         for key, gather in list(self._gathers.items()):
-            gather.waits.pop(rank, None)
+            if rank in gather.waits:
+                gather.waits.pop(rank).cancel()
             if status is None or not (may_return or rank in gather.texts):
                 del self._gathers[key]
                 for wait in gather.waits.values():
                     wait.end(self._gone(key, rank))
-        for key, waits in list(self._gets.items()):
-            self._gets[key] = [wait for wait in waits if wait.peer is not peer]
-            if status is None:
-                for wait in self._gets.pop(key):
-                    wait.end(self._gone(key, rank))
-
-    def _put(self, peer: Peer, key: str, text: str) -> None:
-        self._values[key] = text
-        peer.send(self._reply(key, {}))
-        for wait in self._gets.pop(key, []):
-            wait.end(self._reply(key, {"text": text}))
-
-    def _get(self, peer: Peer, key: str, message: dict[str, Any]) -> None:
-        if key in self._values:
-            peer.send(self._reply(key, {"text": self._values[key]}))
-        elif self.lost:
-            peer.send(self._gone(key, next(iter(self.lost))))
-        else:
-            waits = self._gets.setdefault(key, [])
-
-            def missed() -> None:
-                waits.remove(wait)
-                wait.end(self._reply(key, {"error": f"no rank has set {key!r}", "late": True}))
-
-            wait = self._wait(peer, message, missed)
-            waits.append(wait)
 
     def _gather(self, rank: int, peer: Peer, key: str, text: str, message: dict[str, Any]) -> None:
         if self.lost:
@@ -148,15 +104,13 @@ class Exchange:
             missing = [
                 each for each in range(self._size) if each not in gather.texts and each != rank
             ]
-            wait.end(self._reply(key, {"error": self._missing(missing), "late": True}))
+            wait.end(_reply(key, {"error": self._missing(missing)}))
 
         wait = self._wait(peer, message, missed)
         gather.waits[rank] = wait
         if len(gather.texts) == self._size:
             del self._gathers[key]
-            frames = _texts(
-                self._generation, key, [gather.texts[each] for each in range(self._size)]
-            )
+            frames = _texts(key, [gather.texts[each] for each in range(self._size)])
             for each in gather.waits.values():
                 each.end(frames)
 
@@ -165,9 +119,7 @@ class Exchange:
         if timeout_s is None:
             return _Wait(peer, None)
         timeout_s = protocol.take(message, "timeout_s", float)
-        deadline = asyncio.get_running_loop().call_later(max(timeout_s, 0.0), missed)
-        peer.deadlines.add(deadline)
-        return _Wait(peer, deadline)
+        return _Wait(peer, asyncio.get_running_loop().call_later(max(timeout_s, 0.0), missed))
 
     def _missing(self, ranks: list[int]) -> str:
         """Describe the missing ranks, and which of them have at least connected."""
@@ -186,29 +138,24 @@ class Exchange:
             text = self.lost[rank]
         else:
             text = f"rank {rank} has ended with status {self.statuses.get(rank)}"
-        return self._reply(key, {"error": text, "rank": rank})
-
-    def _reply(self, key: str, what: dict[str, Any]) -> bytes:
-        return reply(self._generation, key, what)
+        return _reply(key, {"error": text, "rank": rank})
 
 
-def reply(generation: int, key: str, what: dict[str, Any]) -> bytes:
+def _reply(key: str, what: dict[str, Any]) -> bytes:
     """The frame of an answer about a key."""
-    return protocol.encode({"generation": generation, "key": key, **what})
+    return protocol.encode({"key": key, **what})
 
 
-def _texts(generation: int, key: str, texts: list[str]) -> bytes:
+def _texts(key: str, texts: list[str]) -> bytes:
     """The frames with all ranks' texts: each holds some of them, from rank "first" on."""
     frames, part, size = [], [], 0
     for rank, text in enumerate(texts):
         part.append(text)
         size += protocol.CHARACTER_BYTES * len(text) + 4  # quotes and a comma
         if size > protocol.MAX_BYTES // 4:
-            frames.append(reply(generation, key, {"first": rank + 1 - len(part), "texts": part}))
+            frames.append(_reply(key, {"first": rank + 1 - len(part), "texts": part}))
             part, size = [], 0
-    return b"".join(
-        [*frames, reply(generation, key, {"first": len(texts) - len(part), "texts": part})]
-    )
+    return b"".join([*frames, _reply(key, {"first": len(texts) - len(part), "texts": part})])
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hororing.rendezvous import protocol
@@ -60,7 +60,6 @@ class Peer:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     done: int | None = None  # status, once it was reported
-    deadlines: set[asyncio.TimerHandle] = field(default_factory=set)
 
     def send(self, frame: bytes) -> None:
         """Send it later, if the connection is still open. Never blocks."""

@@ -70,7 +70,7 @@ class Store(Server):
         self._noted.add(rank)
         if rank not in self._peers and rank not in self.lost:
             status = self.statuses.get(rank)
-            self._exchange.end(rank, None, status, f"rank {rank} has ended without calling init()")
+            self._exchange.end(rank, status, f"rank {rank} has ended without calling init()")
 
     def _members(self) -> list[Peer]:
         return list(self._peers.values())
@@ -104,7 +104,7 @@ class Store(Server):
         del self._peers[peer.hello.rank]
         who = f"{peer.hello.title()} closed its connection unexpectedly"
         over = not self._ends_are_noted or peer.hello.rank in self._noted
-        self._exchange.end(peer.hello.rank, peer, peer.done, who, may_return=not over)
+        self._exchange.end(peer.hello.rank, peer.done, who, may_return=not over)
 
     def _answer(self, peer: Peer, message: dict[str, Any]) -> None:
         what = protocol.take(message, "do", str)

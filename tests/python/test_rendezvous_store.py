@@ -215,28 +215,12 @@ def test_texts_of_any_length_and_alphabet_come_back(made: Callable[..., Store]):
     def body(rank: int) -> list[str]:
         one = member(store, rank)
         with pytest.raises(ValueError, match="characters"):
-            one.put("x", "x" * (most + 1))
+            one.share("x" * (most + 1))
         result = one.share(texts[rank])
         one.done()
         return result
 
     assert on_threads(3, body) == [texts] * 3
-
-
-def test_a_value_is_pushed_to_whoever_asked_before_and_kept_for_later(made: Callable[..., Store]):
-    store = made(2)
-    first, second = member(store, 0), member(store, 1)
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(first.get, "where", DEADLINE_S)
-        wait_until(lambda: bool(store._exchange._gets))
-        second.put("where", "here")
-        assert asked.result() == "here"
-    assert second.get("where") == "here"
-    with pytest.raises(RendezvousError, match="no rank has set 'when'"):
-        first.get("when", 0.01)
-    assert first.get("where") == "here"  # the connection still works
-    first.done()
-    second.done()
 
 
 def test_a_store_may_start_after_its_members(made: Callable[..., Store]):
@@ -315,7 +299,7 @@ def test_who_was_too_late_meets_the_others_when_they_try_again(made: Callable[..
 def test_a_wait_that_was_interrupted_can_be_repeated(made: Callable[..., Store]):
     store = made(2)
     first, second = member(store, 0), member(store, 1)
-    first._ask("gather", "share 0", DEADLINE_S, text="interrupted")
+    first._send_text("share 0", "interrupted", DEADLINE_S)
     wait_until(lambda: bool(store._exchange._gathers))
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(first.share, "repeated", DEADLINE_S)
@@ -324,7 +308,7 @@ def test_a_wait_that_was_interrupted_can_be_repeated(made: Callable[..., Store])
         )
         assert second.share("x", DEADLINE_S) == waits.result() == ["repeated", "x"]
     # The answer comes before the call is repeated, and half of it has been read.
-    waiting = first._ask("gather", "share 1", DEADLINE_S, text="y" * 30_000)
+    waiting = first._send_text("share 1", "y" * 30_000, DEADLINE_S)
     assert second.share("z", DEADLINE_S) == ["y" * 30_000, "z"]
     first._next("share 1", waiting)
     with pytest.raises(RendezvousError, match="is lost: a part of the answer is missing"):
@@ -335,11 +319,12 @@ def test_a_wait_that_was_interrupted_can_be_repeated(made: Callable[..., Store])
 def test_a_member_that_dies_is_named_to_all_who_wait_and_who_would(made: Callable[..., Store]):
     store = made(3)
     script = f"""
+        import signal
         from hororing.rendezvous.client import Member
         one = Member("127.0.0.1:{store.port}", secret=bytes(range(32)), job="a job", rank=2, size=3,
                      host="there")
         print(flush=True)
-        one.get("nothing")
+        signal.pause()
     """
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE
@@ -348,8 +333,9 @@ def test_a_member_that_dies_is_named_to_all_who_wait_and_who_would(made: Callabl
         dying.stdout.readline()
         first, second = member(store, 0), member(store, 1)
         with ThreadPoolExecutor(2) as pool:
-            waits = [pool.submit(first.share, "x"), pool.submit(second.get, "y")]
-            wait_until(lambda: bool(store._exchange._gathers) and len(store._exchange._gets) == 2)
+            waits = [pool.submit(one.share, "x") for one in (first, second)]
+            gathers = store._exchange._gathers
+            wait_until(lambda: [len(each.waits) for each in gathers.values()] == [2])
             dying.send_signal(signal.SIGKILL)
             for each in waits:
                 wanted = rf"rank 2 \(host there, pid {dying.pid}\) closed its connection unexp"
@@ -492,8 +478,8 @@ def test_a_forked_child_keeps_neither_the_port_nor_the_connections_of_a_store(
             os._exit(0)
         try:
             wait_until((tmp_path / "child").exists)
-            one.put("a", "b")  # the parent's connection still works
-            assert one.get("a") == "b"
+            with pytest.raises(RendezvousError, match="rank 1 never connected or ended"):
+                one.share("x", 0.01)  # the parent's connection still works
             one.done()
             store.stop()
             assert is_closed(other)
@@ -634,8 +620,9 @@ def test_a_member_that_sends_slowly_holds_nobody_up(made: Callable[..., Store]):
         {"do": "gather", "generation": 0, "key": "share 0", "text": "0", "timeout_s": 30}
     )
     slow._stream.socket.sendall(frame[:7])
-    others[0].put("a", "b")
-    assert others[1].get("a") == "b"
+    for each in others:
+        with pytest.raises(RendezvousError, match="0, .* connected, but did not get here"):
+            each.share("1", 0.01)
     slow._stream.socket.sendall(frame[7:])
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda one: one.share("1"), others)) == [["0", "1", "1"]] * 2
@@ -645,7 +632,7 @@ def test_a_member_that_sends_slowly_holds_nobody_up(made: Callable[..., Store]):
 
 def test_a_member_that_talks_nonsense_is_lost_and_named(made: Callable[..., Store]):
     store = made(2)
-    for rank, nonsense in enumerate([{"do": "fly"}, {"do": "get", "key": 1}]):
+    for rank, nonsense in enumerate([{"do": "fly"}, {"do": "gather", "key": 1}]):
         one = member(store, rank)
         assert one._stream is not None
         one._stream.socket.sendall(protocol.encode(nonsense))
