@@ -1,8 +1,13 @@
-"""The names that need no framework and that every adapter exports."""
+"""The names that need no framework and that every adapter exports.
 
-from hororing import basics, process_sets
+Written out, because mypy does not follow `__all__ += module.__all__` through two modules.
+"""
+
+# ruff: noqa: F403, F405
+
 from hororing.arguments import Adasum, Average, Max, Min, Product, Sum
-from hororing.basics import *  # noqa: F403
+from hororing.built import *
+from hororing.counters import *
 from hororing.errors import (
     DuplicateNameError,
     HororingInternalError,
@@ -15,7 +20,8 @@ from hororing.errors import (
     TransportError,
     UnsupportedOpError,
 )
-from hororing.process_sets import *  # noqa: F403
+from hororing.process_sets import *
+from hororing.runtime import *
 
 __all__ = [
     "Adasum",
@@ -28,12 +34,37 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "ProcessSet",
     "Product",
     "ShutDownError",
     "StalledError",
     "Sum",
     "TransportError",
     "UnsupportedOpError",
+    "add_process_set",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "statistics",
+    "stop_timeline",
 ]
-__all__ += process_sets.__all__
-__all__ += basics.__all__

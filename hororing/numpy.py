@@ -11,42 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from hororing import arguments, collectives
-from hororing.arguments import Adasum, Average, Max, Min, Product, Sum
-from hororing.counters import statistics
-from hororing.errors import (
-    DuplicateNameError,
-    HororingInternalError,
-    HorovodInternalError,
-    MismatchError,
-    NotInitializedError,
-    PeerLostError,
-    ShutDownError,
-    StalledError,
-    TransportError,
-    UnsupportedOpError,
-)
+from hororing import arguments, collectives, exports
+from hororing.exports import *  # noqa: F403
 from hororing.objects import allgather_object, broadcast_object
-from hororing.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from hororing.runtime import (
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
 from hororing.verbs import Verbs, barrier, join, poll, synchronize
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -181,24 +148,6 @@ grouped_reducescatter = _verbs.grouped_reducescatter
 grouped_reducescatter_async = _verbs.grouped_reducescatter_async
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "DuplicateNameError",
-    "HororingInternalError",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "MismatchError",
-    "NotInitializedError",
-    "PeerLostError",
-    "ProcessSet",
-    "Product",
-    "ShutDownError",
-    "StalledError",
-    "Sum",
-    "TransportError",
-    "UnsupportedOpError",
-    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -214,9 +163,6 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "broadcast_object",
-    "cross_rank",
-    "cross_size",
-    "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -225,21 +171,10 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "remove_process_set",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "statistics",
-    "stop_timeline",
     "synchronize",
 ]
+__all__ += exports.__all__

@@ -9,14 +9,16 @@
 All names and recipes: docs/keras.md.
 """
 
-from hororing.keras import callbacks, elastic, exports
+from hororing import exports
+from hororing.exports import *  # noqa: F403
+from hororing.keras import callbacks, elastic, values
 from hororing.keras.compression import Compression
-from hororing.keras.exports import *  # noqa: F403
 from hororing.keras.optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
     load_model,
 )
+from hororing.keras.values import *  # noqa: F403
 
 __all__ = [
     "Compression",
@@ -27,3 +29,4 @@ __all__ = [
     "load_model",
 ]
 __all__ += exports.__all__
+__all__ += values.__all__

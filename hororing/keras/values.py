@@ -1,4 +1,7 @@
-"""Collectives on values outside of training: NumPy arrays, numbers and variables."""
+"""Collectives on values outside of training: NumPy arrays, numbers, variables and objects.
+
+hororing.tensorflow.keras has the same, for any Keras.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from hororing.arguments import Average
 from hororing.collectives import DTYPES
 from hororing.compression import Compressor, NoneCompressor
 from hororing.names import default_name
+from hororing.objects import allgather_object, broadcast_object
+from hororing.verbs import barrier, join
 
 
 def _array(value: Any) -> Any:
@@ -122,9 +127,13 @@ def broadcast_global_variables(root_rank: int) -> NoReturn:
 
 __all__ = [
     "allgather",
+    "allgather_object",
     "allreduce",
+    "barrier",
     "broadcast",
     "broadcast_global_variables",
+    "broadcast_object",
     "broadcast_variables",
+    "join",
     "reducescatter",
 ]

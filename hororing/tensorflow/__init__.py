@@ -14,15 +14,19 @@ All names and recipes: docs/tensorflow.md.
 
 from __future__ import annotations
 
-from hororing.tensorflow import elastic, mpi_ops, state, util
+from hororing import exports
+from hororing.exports import *  # noqa: F403
+from hororing.tensorflow import elastic, state, topology, util, verbs
+from hororing.tensorflow import mpi_ops as mpi_ops
 from hororing.tensorflow.compression import Compression
-from hororing.tensorflow.mpi_ops import *  # noqa: F403
 from hororing.tensorflow.optimizer import DistributedOptimizer
 from hororing.tensorflow.state import *  # noqa: F403
 from hororing.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hororing.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from hororing.tensorflow.topology import *  # noqa: F403
 from hororing.tensorflow.util import *  # noqa: F403
 from hororing.tensorflow.util import _executing_eagerly as _executing_eagerly
+from hororing.tensorflow.verbs import *  # noqa: F403
 
 __all__ = [
     "Compression",
@@ -32,6 +36,8 @@ __all__ = [
     "SyncBatchNormalization",
     "elastic",
 ]
-__all__ += mpi_ops.__all__
+__all__ += exports.__all__
 __all__ += state.__all__
+__all__ += topology.__all__
 __all__ += util.__all__
+__all__ += verbs.__all__

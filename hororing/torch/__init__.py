@@ -19,9 +19,12 @@ if not hasattr(torch.amp, "GradScaler"):
         f"hororing.torch needs PyTorch 2.3 or later; {torch.__version__} lacks torch.amp.GradScaler"
     )
 
-from hororing.torch import elastic, mpi_ops, state
+from hororing import exports
+from hororing.exports import *  # noqa: F403
+from hororing.torch import elastic, ops, state
+from hororing.torch import mpi_ops as mpi_ops
 from hororing.torch.compression import Compression
-from hororing.torch.mpi_ops import *  # noqa: F403
+from hororing.torch.ops import *  # noqa: F403
 from hororing.torch.optimizer import DistributedOptimizer
 from hororing.torch.state import *  # noqa: F403
 from hororing.torch.sync_batch_norm import SyncBatchNorm
@@ -32,5 +35,6 @@ __all__ = [
     "SyncBatchNorm",
     "elastic",
 ]
-__all__ += mpi_ops.__all__
+__all__ += exports.__all__
+__all__ += ops.__all__
 __all__ += state.__all__

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hororing import exports
+
 ROOT = Path(__file__).parents[2]
 CORE = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cc", ".h", ".inc"})
 PACKAGE = sorted((ROOT / "hororing").rglob("*.py"))
@@ -215,6 +217,8 @@ def is_public(name: str, modules: set[str]) -> bool:
     text = file.read_text() if file.exists() else ""
     listed = re.search(r"^__all__ = (\[.*?\])$", text, flags=re.MULTILINE | re.DOTALL)
     published = ast.literal_eval(listed[1]) if listed else [what.lstrip("_")]
+    if "__all__ += exports.__all__" in text:
+        published += exports.__all__
     return module in modules and what in published
 
 

@@ -621,7 +621,7 @@ def test_a_member_that_sends_slowly_holds_nobody_up(made: Callable[..., Store]):
     )
     slow._stream.socket.sendall(frame[:7])
     for each in others:
-        with pytest.raises(RendezvousError, match="0, .* connected, but did not get here"):
+        with pytest.raises(RendezvousError, match=r"0, .* connected, but did not get here"):
             each.share("1", 0.01)
     slow._stream.socket.sendall(frame[7:])
     with ThreadPoolExecutor(2) as pool:

@@ -6,8 +6,10 @@ Keras must run on TensorFlow. If tf.keras is Keras 2, so are the optimizers and 
 
 from __future__ import annotations
 
-from hororing.keras import exports
-from hororing.keras.exports import *  # noqa: F403
+from hororing import exports
+from hororing.exports import *  # noqa: F403
+from hororing.keras import values
+from hororing.keras.values import *  # noqa: F403
 from hororing.tensorflow.keras import callbacks, elastic
 from hororing.tensorflow.keras.optimizer import (
     Compression,
@@ -25,3 +27,4 @@ __all__ = [
     "load_model",
 ]
 __all__ += exports.__all__
+__all__ += values.__all__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hororing.elastic import *  # noqa: F403  # for mypy, see hororing.exports
 from hororing.tensorflow import elastic
 from hororing.tensorflow.elastic import *  # noqa: F403
 from hororing.tensorflow.elastic import TensorFlowKerasState as KerasState
