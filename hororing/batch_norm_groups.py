@@ -5,33 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hororing import job, process_sets
-from hororing.process_sets import ProcessSet, global_process_set
-
-
-def register(group_size: int, process_set: ProcessSet, title: str) -> ProcessSet | None:
-    """Make process sets of the groups, and return this rank's. All ranks of the job call it.
-
-    None for a rank in no group, or alone in one. `title` names the layer.
-
-    Raises
-    ------
-    ValueError : when it does not divide the set.
-    """
-    job.topology()
-    ranks = process_set.ranks
-    if type(group_size) is not int or group_size < 1 or len(ranks) % group_size:
-        raise ValueError(
-            f"{title}: group_size={group_size!r} does not divide the "
-            f"{len(ranks)} ranks of its process set; use one of "
-            f"{[n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]}"
-        )
-    mine = None
-    if group_size > 1:
-        for first in range(0, len(ranks), group_size):
-            group = process_sets.obtain(ranks[first : first + group_size])
-            if group.included():
-                mine = group
-    return mine
+from hororing.process_sets import ProcessSet, check_type, global_process_set
 
 
 class Grouped:
@@ -66,16 +40,24 @@ class Grouped:
         return self._group
 
     def _register_groups(self, group_size: int) -> None:
-        self._group = register(group_size, self.process_set, self._title())
+        """Make process sets of the groups: all ranks of the job call it.
 
-
-def check_process_set(process_set: object, title: str) -> None:
-    """Raise TypeError unless it is one. `title` names the layer."""
-    if not isinstance(process_set, ProcessSet):
-        raise TypeError(
-            f"{title}: process_set must be a ProcessSet, not "
-            f"{type(process_set).__name__}; add_process_set returns one"
-        )
+        ValueError if `group_size` does not divide the set. A rank alone in its group has none.
+        """
+        job.topology()
+        ranks = self.process_set.ranks
+        if type(group_size) is not int or group_size < 1 or len(ranks) % group_size:
+            raise ValueError(
+                f"{self._title()}: group_size={group_size!r} does not divide the "
+                f"{len(ranks)} ranks of its process set; use one of "
+                f"{[n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]}"
+            )
+        self._group = None
+        if group_size > 1:
+            for first in range(0, len(ranks), group_size):
+                group = process_sets.obtain(ranks[first : first + group_size])
+                if group.included():
+                    self._group = group
 
 
 class GroupedLayer(Grouped):
@@ -96,7 +78,7 @@ class GroupedLayer(Grouped):
             raise ValueError(
                 "SyncBatchNormalization: synchronized=True is for tf.distribute; leave it out"
             )
-        check_process_set(process_set, "SyncBatchNormalization")
+        check_type(process_set, "SyncBatchNormalization")
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration of an equal layer."""

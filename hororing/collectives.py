@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from hororing._core import ffi, lib
 from hororing._tensors import PlainTensors
 from hororing.arguments import Sum
-from hororing.failures import fail
+from hororing.failures import check, fail
 from hororing.names import WORLD_SET, DefaultName, encode_name, uncount
 
 # Data types by the name that NumPy, torch and TensorFlow share.
@@ -355,9 +355,7 @@ _finish: Final = plain_tensors((), lambda _: None).finish
 def take(handle: int, index: int) -> Gathered:
     """Move result `index` out of a complete request. For `finish` functions."""
     result = ffi.new("hr_result *")
-    code = int(lib.hr_take_result(handle, index, result))
-    if code != lib.HR_OK:
-        fail(code)
+    check(lib.hr_take_result(handle, index, result))
     address, size = int(result.data), int(result.bytes)
     if size == 0:
         return Gathered(None, int(result.rows))
@@ -367,25 +365,19 @@ def take(handle: int, index: int) -> Gathered:
 
 def wait_in_stream(handle: int, stream: int) -> None:
     """Make a CUDA stream wait for the results of a complete request. Does not block."""
-    code = int(lib.hr_wait_in_stream(handle, stream))
-    if code != lib.HR_OK:
-        fail(code)
+    check(lib.hr_wait_in_stream(handle, stream))
 
 
 def rows(handle: int, index: int) -> int:
     """Return the first dimension of result `index` of a complete request."""
     number = ffi.new("int64_t *")
-    code = int(lib.hr_result_rows(handle, index, number))
-    if code != lib.HR_OK:
-        fail(code)
+    check(lib.hr_result_rows(handle, index, number))
     return int(number[0])
 
 
 def move(handle: int, index: int, address: int, stream: int) -> None:
     """Copy result `index` from the core's device memory to `address`, in stream order."""
-    code = int(lib.hr_move_result(handle, index, address, stream))
-    if code != lib.HR_OK:
-        fail(code)
+    check(lib.hr_move_result(handle, index, address, stream))
 
 
 def use_device(number: int, context: str) -> None:
@@ -393,9 +385,7 @@ def use_device(number: int, context: str) -> None:
 
     ValueError if there are only others.
     """
-    code = int(lib.hr_use_device(number))
-    if code != lib.HR_OK:
-        fail(code, context)
+    check(lib.hr_use_device(number), context)
 
 
 def take_numbers(handle: int, index: int) -> list[int]:

@@ -56,18 +56,12 @@ def start_adding_process_set(ranks: Sequence[int]) -> int:
     Only once at a time for the same ranks, in ascending order.
     """
     name = f"add_process_set.{'.'.join(map(str, ranks))}"
-    return submit(
-        _ADD_PROCESS_SET, name, (), keep=None, finish=partial(_number, True), integers=ranks,
-        root=_OF_MEMBERS_ALONE,
-    )  # fmt: skip
+    return _start(_ADD_PROCESS_SET, name, False, integers=ranks, root=_OF_MEMBERS_ALONE)
 
 
 def start_barrier(name: str, process_set: int, *, blocking: bool) -> int:
     """Start a barrier with its own name."""
-    return submit(
-        _BARRIER, name, (), keep=None, finish=partial(_number, False), process_set=process_set,
-        blocking=blocking,
-    )  # fmt: skip
+    return _start(_BARRIER, name, blocking, process_set=process_set)
 
 
 def check_engine() -> None:
@@ -90,13 +84,13 @@ def remove_process_set(process_set: int, then: Callable[[], None]) -> bool:
     return wait_and_go_on(handle, go_on)
 
 
-def _start(collective: int, name: str, **arguments: Any) -> int:
+def _start(collective: int, name: str, blocking: bool = True, **arguments: Any) -> int:
     """Start a request without tensors. Its result is a number, 0 for a barrier.
 
     It has a fixed name: such requests match in the order of the calls, whatever else ranks count.
     """
     finish = partial(_number, collective != _BARRIER)
-    return submit(collective, name, (), keep=None, finish=finish, blocking=True, **arguments)
+    return submit(collective, name, (), keep=None, finish=finish, blocking=blocking, **arguments)
 
 
 def _number(has_one: bool, handle: int) -> int:

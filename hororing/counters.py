@@ -27,26 +27,19 @@ def statistics() -> dict[str, int]:
     counters = ffi.new("hr_stats *")
     lib.hr_stats_now(counters)
     found: dict[str, Any] = {name: getattr(counters, name) for name in dir(counters)}
-    found["groups"] = dict(_groups.values())
-    found["compression"] = dict(_compression.values())
-    return found
+    return found | {kind: dict(each.values()) for kind, each in _shown.items()}
 
 
-# The group counters of live optimizers, each with the optimizer's name.
-_groups: weakref.WeakKeyDictionary[object, tuple[str, dict[str, float]]]
-_groups = weakref.WeakKeyDictionary()
-_compression: weakref.WeakKeyDictionary[object, tuple[str, dict[str, float]]]
-_compression = weakref.WeakKeyDictionary()
+# What live optimizers show, by kind, each with the optimizer's name.
+_shown: dict[str, weakref.WeakKeyDictionary[object, tuple[str, dict[str, float]]]] = {
+    "groups": weakref.WeakKeyDictionary(),
+    "compression": weakref.WeakKeyDictionary(),
+}
 
 
-def show_groups(owner: object, optimizer: str, groups: dict[str, float]) -> None:
-    """Include an optimizer's groups in `statistics` as long as `owner` lives."""
-    _groups[owner] = optimizer, groups
-
-
-def show_compression(owner: object, optimizer: str, chosen: dict[str, float]) -> None:
-    """Include the compression of gradients in `statistics` as long as `owner` lives."""
-    _compression[owner] = optimizer, chosen
+def show(kind: str, owner: object, optimizer: str, values: dict[str, float]) -> None:
+    """Include an optimizer's "groups" or "compression" in `statistics` while `owner` lives."""
+    _shown[kind][owner] = optimizer, values
 
 
 __all__ = ["statistics"]

@@ -16,3 +16,9 @@ def last_error() -> str:
 def fail(code: int, context: str = "") -> NoReturn:
     """Raise the exception for the core's last failure on this thread; `code` may be negated."""
     errors.raise_for(abs(code), last_error() + context, int(lib.hr_last_error_rank()))
+
+
+def check(code: int, context: str = "") -> None:
+    """Raise the exception for the core's last failure on this thread if `code` is not HR_OK."""
+    if code != lib.HR_OK:
+        fail(code, context)

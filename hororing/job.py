@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from hororing import errors
 from hororing._core import ffi, lib
-from hororing.failures import fail
+from hororing.failures import check
 from hororing.rendezvous.client import Member
 
 _FORKED = (
@@ -85,9 +85,7 @@ def refuse_forked() -> None:
 def read_topology() -> Topology:
     """Read it from the engine."""
     now = ffi.new("hr_topology *")
-    code = int(lib.hr_topology_now(now))
-    if code != lib.HR_OK:
-        fail(code)
+    check(lib.hr_topology_now(now))
     return Topology(
         now.rank,
         now.size,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from hororing import config
 from hororing._core import ffi, lib
 from hororing.errors import TransportError
-from hororing.failures import fail
+from hororing.failures import check
 
 # By ABI: the names of its libraries.
 _SONAMES = {
@@ -192,8 +192,6 @@ def describe() -> Description:
     """
     choice = choose()
     text = ffi.new("char[]", 4096)
-    code = int(lib.hr_describe_mpi(os.fsencode(choice.layer), text, len(text)))
-    if code != lib.HR_OK:
-        fail(code)
+    check(lib.hr_describe_mpi(os.fsencode(choice.layer), text, len(text)))
     version, level, path = ffi.string(text).decode("utf-8", "replace").split("\n")
     return Description(version, level, path, choice.abi)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
-from typing import Any
+from typing import Any, Final
 
 from hororing._core import ffi, lib
 from hororing._tensors import Gradient
@@ -23,14 +22,11 @@ from hororing.collectives import (
 from hororing.failures import fail
 from hororing.names import WORLD_SET
 
-
-class State(IntEnum):
-    """The states of a gradient, as in csrc/python/gradients.cc."""
-
-    ASK = 0  # not computed; the hook asks `may_send`
-    READY = 1  # not computed; the hook sends it
-    QUEUED = 2  # computed, and to be sent
-    SENT = 3  # in flight
+# The states of a gradient, as in csrc/python/gradients.cc.
+ASK: Final = 0  # not computed; the hook asks `may_send`
+READY: Final = 1  # not computed; the hook sends it
+QUEUED: Final = 2  # computed, and to be sent
+SENT: Final = 3  # in flight
 
 
 class PersistentAllreduce(Gradient):
@@ -125,7 +121,7 @@ def start_many(
     for each, tensor, handle in zip(requests, tensors, handles, strict=False):
         each.keep = tensor
         each.handle = handle
-        each.state = State.SENT
+        each.state = SENT
     in_flight += handles
     del submitting[token]
     return started, code

@@ -238,7 +238,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     >>> hvd.remove_process_set(odd)
     True
     """
-    _check_type(process_set, "remove_process_set")
+    check_type(process_set, "remove_process_set")
     if not job.process_sets_are_dynamic():
         raise ValueError(
             "remove_process_set: set HORORING_DYNAMIC_PROCESS_SETS=1 or call "
@@ -277,7 +277,7 @@ def check_member(process_set: ProcessSet, verb: str) -> int:
     """
     if process_set is global_process_set:
         return WORLD_SET
-    _check_type(process_set, verb)
+    check_type(process_set, verb)
     if process_set.process_set_id is None:
         remedy = "pass it to init(process_sets=[...]) or add_process_set first"
         if membership.is_elastic():
@@ -290,7 +290,8 @@ def check_member(process_set: ProcessSet, verb: str) -> int:
     return process_set.process_set_id
 
 
-def _check_type(process_set: object, verb: str) -> None:
+def check_type(process_set: object, verb: str) -> None:
+    """TypeError unless it is a process set."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
             f"{verb}: process_set must be a ProcessSet, not {type(process_set).__name__}; "

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from hororing._core import lib
-from hororing.failures import fail
+from hororing.failures import check
 from hororing.launch import Launch
 
 SUFFIX = ".hororing"
@@ -90,9 +90,7 @@ def begin(folder: str | None, stack_signal: int, started_by: Launch, job: str) -
             faulthandler.register(stack_signal, file=file, all_threads=False)
         except (OSError, RuntimeError, ValueError) as error:
             raise ValueError(f"HORORING_STACK_SIGNAL={stack_signal}: {error}") from None
-    code = int(lib.hr_recorder_open(file, stack_signal))
-    if code != lib.HR_OK:
-        fail(code)
+    check(lib.hr_recorder_open(file, stack_signal))
     _Own.facts = {
         "pid": os.getpid(),
         "host": socket.gethostname(),

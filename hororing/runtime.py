@@ -17,7 +17,7 @@ from hororing import config as configuration
 from hororing import process_sets as sets
 from hororing._core import ffi, lib
 from hororing.engine_config import check_cores, engine_config
-from hororing.failures import fail
+from hororing.failures import check, fail
 from hororing.job import (
     cross_rank,
     cross_size,
@@ -337,9 +337,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     same = path == _process.timeline and lib.hr_timeline_enabled()
     if same and not mark_cycles:
         return
-    code = int(lib.hr_timeline_start(b"" if same else os.fsencode(path), mark_cycles))
-    if code != lib.HR_OK:
-        fail(code)
+    check(lib.hr_timeline_start(b"" if same else os.fsencode(path), mark_cycles))
     _process.timeline = path
 
 

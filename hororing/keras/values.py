@@ -13,7 +13,7 @@ import numpy as np
 from keras import ops
 
 import hororing.numpy as hvd
-from hororing import arguments
+from hororing import arguments, collectives
 from hororing.arguments import Average
 from hororing.collectives import DTYPES
 from hororing.compression import Compressor, NoneCompressor
@@ -104,16 +104,9 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
         sent = array if known else np.frombuffer(bytearray(array.tobytes()), np.uint8)
         handles.append(hvd.broadcast_async_(sent, root_rank, name=f"{prefix}.{number}"))
         arrays.append((sent, array.dtype, array.shape))
-    failures: list[Exception] = []
-    for variable, handle, (sent, dtype, shape) in zip(variables, handles, arrays, strict=True):
-        try:
-            hvd.synchronize(handle)
-        except Exception as error:
-            failures.append(error)
-        else:
-            variable.assign(sent.view(dtype).reshape(shape))
-    if failures:
-        raise failures[0]
+    collectives.wait_all(handles)
+    for variable, (sent, dtype, shape) in zip(variables, arrays, strict=True):
+        variable.assign(sent.view(dtype).reshape(shape))
 
 
 def broadcast_global_variables(root_rank: int) -> NoReturn:

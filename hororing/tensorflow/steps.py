@@ -77,7 +77,7 @@ class CountedSteps:
     @property
     def agrees(self) -> bool:
         """Whether the gradients are reduced over all ranks, as far as known."""
-        return not self._by_tape or tape.reduced_over_all_ranks()
+        return not self._by_tape or tape.Seen.over_all_ranks
 
     def begin(self, owed: int) -> None:
         """Count from 0, and skip the first `owed` steps."""

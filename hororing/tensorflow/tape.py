@@ -22,15 +22,10 @@ from hororing.tensorflow.gradients import (
 from hororing.tensorflow.tensors import check_devices, checked_weight
 
 
-class _Seen:
+class Seen:
     """A record of the tapes of this process."""
 
-    over_all_ranks = False
-
-
-def reduced_over_all_ranks() -> bool:
-    """Whether a tape has reduced all its gradients over all ranks."""
-    return _Seen.over_all_ranks
+    over_all_ranks = False  # whether one has reduced all its gradients over all ranks
 
 
 class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
@@ -59,10 +54,10 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
             use_generic_names, unconnected_gradients = False, use_generic_names
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
         flat = tf.nest.flatten(sources)
-        names = unique_names(
-            step_prefix("gradients", self._options.process_set),
-            [_Generic(at) for at in range(len(flat))] if use_generic_names else flat,
-        )
+        prefix = step_prefix("gradients", self._options.process_set)
+        names = unique_names(prefix, flat)
+        if use_generic_names:
+            names = [f"{prefix}/grad_{at}" for at in range(len(flat))]
         # A gradient in slices is one gradient, though it consists of tensors.
         reduced = reduce_gradients(
             tf.nest.flatten(gradients),
@@ -73,7 +68,7 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
             weight=self._weight,
         )
         if self._options.process_set is global_process_set and not self._local:
-            _Seen.over_all_ranks = True
+            Seen.over_all_ranks = True
         return tf.nest.pack_sequence_as(sources, reduced)
 
     def register_local_source(self, source: Any) -> None:
@@ -89,11 +84,6 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
             [gradient for gradient, source in pairs if variable_key(source) in self._local],
             [gradient for gradient, source in pairs if variable_key(source) not in self._local],
         )
-
-
-class _Generic:
-    def __init__(self, position: int) -> None:
-        self.path = f"grad_{position}"
 
 
 def DistributedGradientTape(

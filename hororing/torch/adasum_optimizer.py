@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 import torch
 
 from hororing import timeline
-from hororing.torch.gradient import ASK, SENT, Gradient, unexpected_pass
+from hororing.prepared import ASK, SENT
+from hororing.torch.gradient import Gradient, unexpected_pass
 from hororing.torch.gradient_optimizer import Distributed
 from hororing.torch.passes import collect
 from hororing.torch.reducer import Reducer

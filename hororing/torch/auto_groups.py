@@ -136,7 +136,7 @@ class AutoReducer(Reducer):
         self.form_groups(self.found)
         sizes = {"groups": len(self.found), "gradients": sum(map(len, self.found))}
         predicted = {"before_s": float(plan[-2]), "after_s": float(plan[-1])}
-        counters.show_groups(self, self._prefix, {**sizes, **predicted})
+        counters.show("groups", self, self._prefix, {**sizes, **predicted})
         self._stop()
 
     def _ready_s(self, param: torch.Tensor, gradient: Gradient) -> float:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
 from threading import get_ident
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -32,7 +32,7 @@ from hororing.collectives import HOST
 from hororing.compression import NoneCompressor
 from hororing.errors import DuplicateNameError
 from hororing.failures import fail
-from hororing.prepared import PersistentAllreduce, State, start_many
+from hororing.prepared import ASK, QUEUED, READY, SENT, PersistentAllreduce, start_many
 from hororing.process_sets import ProcessSet
 from hororing.torch.adapter import DTYPES
 from hororing.torch.ops import start_sparse_allreduce, synchronize
@@ -42,11 +42,6 @@ from hororing.torch.verbs import verbs
 
 if TYPE_CHECKING:
     from hororing.torch.reducer import Reducer
-
-ASK: Final = State.ASK
-READY: Final = State.READY
-QUEUED: Final = State.QUEUED
-SENT: Final = State.SENT
 
 
 class Gradient(PersistentAllreduce):

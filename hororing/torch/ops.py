@@ -6,10 +6,9 @@ Verbs that write in place and asynchronous ones are not recorded.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -68,27 +67,6 @@ def _recorded(tensors: Iterable[object]) -> bool:
     )
 
 
-@contextlib.contextmanager
-def _request(
-    verb: str,
-    name: str | None,
-    process_set: ProcessSet,
-    op: int,
-    prescale: float,
-    postscale: float,
-    weight: float | None,
-) -> Iterator[Request]:
-    """Name the request now: its gradient is named after it."""
-    members = check_member(process_set, verb)
-    if name is None:
-        name = default_name(verb, members)
-    try:
-        yield Request(verb, name, process_set, op, (prescale, postscale), weight)
-    except BaseException:
-        uncount(name)
-        raise
-
-
 def _differentiable(verb: F, record: Callable[..., Any]) -> F:
     """Return `verb`, of `verbs`, so that autograd records calls with tensors that need gradients.
 
@@ -114,10 +92,16 @@ def _differentiable(verb: F, record: Callable[..., Any]) -> F:
         op = given.get("op", arguments.Average)
         op = arguments.choose_op(op, given.get("average"))
         factors = given.get("prescale_factor", 1.0), given.get("postscale_factor", 1.0)
-        with _request(
-            verb.__name__, given["name"], given["process_set"], op, *factors, given.get("weight")
-        ) as request:
+        name, process_set = given["name"], given["process_set"]
+        members = check_member(process_set, verb.__name__)
+        if name is None:  # now: its gradient is named after it
+            name = default_name(verb.__name__, members)
+        request = Request(verb.__name__, name, process_set, op, factors, given.get("weight"))
+        try:
             results = record(request, given, *tensors)
+        except BaseException:
+            uncount(name)
+            raise
         return results if several else results[0]
 
     return _published(cast(F, call))

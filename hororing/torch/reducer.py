@@ -26,14 +26,10 @@ import torch
 from hororing import arguments, collectives, job, timeline
 from hororing._tensors import finish_gradients
 from hororing.arguments import Average
-from hororing.prepared import finish_many
+from hororing.prepared import ASK, QUEUED, READY, SENT, finish_many
 from hororing.process_sets import check_member, global_process_set
 from hororing.reduction import Reduction
 from hororing.torch.gradient import (
-    ASK,
-    QUEUED,
-    READY,
-    SENT,
     Gradient,
     changed_in_flight,
     describe_in_flight,

@@ -22,8 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from hororing.arguments import Sum
-from hororing.batch_norm_groups import Grouped, check_process_set
-from hororing.process_sets import ProcessSet, global_process_set
+from hororing.batch_norm_groups import Grouped
+from hororing.process_sets import ProcessSet, check_type, global_process_set
 from hororing.torch import recomputation
 from hororing.torch.batch_statistics import local_statistics, merged
 from hororing.torch.uncompiled import uncompiled
@@ -102,7 +102,7 @@ class SyncBatchNorm(Grouped, _BatchNorm):
         if not bias:  # not every torch has this argument in the base
             self.register_parameter("bias", None)
         self.name = f"sync_batch_norm.{next(_layer_numbers)}" if name is None else name
-        check_process_set(process_set, self._title())
+        check_type(process_set, self._title())
         self.share(process_set, group_size)
 
     @classmethod

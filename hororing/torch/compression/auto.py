@@ -340,7 +340,7 @@ class ChoosingReducer(CompressingReducer):
         counts: dict[str, Any] = {"none": len(self.parts) - len(self._choices)}
         for method in self._choices.values():
             counts[method.name] = counts.get(method.name, 0) + 1
-        counters.show_compression(self, self._prefix, {**counts, "least_cosine": cosine})
+        counters.show("compression", self, self._prefix, {**counts, "least_cosine": cosine})
         if self.options.process_set.rank() == 0:
             what = "Compression.auto of %s: %s; buckets: %s"
             logger.log(level, what, self._prefix, why, counts)
