@@ -116,7 +116,7 @@ def join(settings: Mapping[str, Any]) -> ElasticMember:
         )
     member = ElasticMember(
         rendezvous, secret=_secret(env), job=_job(env, ""), host=env.get("HOSTNAME"),
-        timeout_s=settings["TIMEOUT_S"] or math.inf, insecure=_insecure(env),
+        timeout_s=settings["TIMEOUT_S"] or math.inf, insecure=_switch(env, "INSECURE"),
         process=_number("PROCESS", env.get("PROCESS", "0")),
     )  # fmt: skip
     _reach(member, rendezvous)
@@ -129,7 +129,7 @@ def of_store() -> tuple[bytes, str, bool]:
     ValueError names the variable that is wrong.
     """
     env = _variables(launch.environment())
-    return _secret(env), _job(env, ""), _insecure(env)
+    return _secret(env), _job(env, ""), _switch(env, "INSECURE")
 
 
 def _by_file(job: JobSettings, timeout_s: float) -> Member:
@@ -228,7 +228,7 @@ def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> JobSet
         ranks["SIZE"],
         replace(place, job=_job(env, place.job)),
         _secret(env),
-        _insecure(env),
+        _switch(env, "INSECURE"),
         "SECRET_FD" in env,
     )
 
@@ -239,9 +239,9 @@ def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> JobSet
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {
-        name.removeprefix(_PREFIX): text.strip()
-        for name, text in launch.variables(environ).items()
-        if text.strip()
+        name.removeprefix(_PREFIX): environ[name].strip()
+        for name in launch.VARIABLES
+        if environ.get(name, "").strip()
     }
 
 
@@ -383,10 +383,6 @@ def _secret_in_memory(number: int) -> bytes:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
     # At this offset, so that a program that replaces this process can read it again.
     return os.pread(number, _MAX_SECRET_BYTES + 1, 0)
-
-
-def _insecure(env: Mapping[str, str]) -> bool:
-    return _switch(env, "INSECURE")
 
 
 def _switch(env: Mapping[str, str], name: str) -> bool:

@@ -17,7 +17,7 @@ HororingInternalError (itself)    everything pending          failed (our defect
 
 from __future__ import annotations
 
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from hororing._core import lib
 
@@ -161,8 +161,3 @@ def error_for(code: int, text: str, rank: int = -1) -> Exception:
     if code not in _CLASSES:
         return HororingInternalError(f"{text} (unknown code {code} of the core)")
     return _CLASSES[code](text)
-
-
-def raise_for(code: int, text: str, rank: int = -1) -> NoReturn:
-    """Raise `error_for` of the same arguments."""
-    raise error_for(code, text, rank)

@@ -15,7 +15,7 @@ def last_error() -> str:
 
 def fail(code: int, context: str = "") -> NoReturn:
     """Raise the exception for the core's last failure on this thread; `code` may be negated."""
-    errors.raise_for(abs(code), last_error() + context, int(lib.hr_last_error_rank()))
+    raise errors.error_for(abs(code), last_error() + context, int(lib.hr_last_error_rank()))
 
 
 def check(code: int, context: str = "") -> None:

@@ -279,12 +279,6 @@ def inherited() -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if name not in VARIABLES}
 
 
-def variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the members of VARIABLES that are set."""
-    env = os.environ if environ is None else environ
-    return {name: env[name] for name in VARIABLES if name in env}
-
-
 def become(variables: Mapping[str, str]) -> None:
     """Make this process a rank, if another program has started it."""
     for name in VARIABLES:

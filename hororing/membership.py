@@ -18,9 +18,7 @@ from hororing.job import process as _process
 from hororing.launch import Launch
 from hororing.rendezvous.client import RendezvousError
 from hororing.rendezvous.elastic_member import ElasticMember, RetiredError
-from hororing.rendezvous.generations import ADDED, REMOVED, World
-
-NO_UPDATE, MIXED = 0, REMOVED | ADDED
+from hororing.rendezvous.generations import World
 
 SIGN = "HORORING_ELASTIC=1"  # in the environment
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 
+from hororing.rendezvous.files import began
+
 _JOB, _RANK = b"PMIX_NAMESPACE", b"PMIX_RANK"
 
 
@@ -25,15 +27,6 @@ def _variables(pid: int | str) -> tuple[bytes, int] | None:
     if len(found) < 2 or not found[_RANK].isdigit():
         return None
     return found[_JOB], int(found[_RANK])
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # After the name, which may contain anything: see proc(5).
-            return file.read().rpartition(b") ")[2][:1] not in (b"Z", b"X", b"")
-    except OSError:
-        return False
 
 
 def job_of(pid: int | str) -> str | None:
@@ -71,6 +64,6 @@ class Neighbours:
             rank: min(pids)
             for rank, pids in sorted(self._seen.items())
             if rank not in now
-            and not any(map(_is_alive, pids))
+            and all(began(pid) is None for pid in pids)
             and (self._members is None or rank in self._members)
         }

@@ -25,7 +25,7 @@ from hororing.hororun.output import Output
 from hororing.hororun.plan import Place, Rendezvous
 from hororing.hosts import Host
 
-_USAGE, _NOT_FOUND, _FAILED = 2, 127, 1
+_NOT_FOUND, _FAILED = 127, 1
 
 # mpirun has other flags for these, or none.
 _WITHOUT_MPI = (

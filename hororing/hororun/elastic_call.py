@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hororing.errors import RunError
-from hororing.hororun import elastic_flags, start
+from hororing.hororun import elastic_flags
 from hororing.hororun.elastic import ElasticJob
 from hororing.hororun.elastic_flags import Elastic
 from hororing.hosts import Host
@@ -15,21 +15,19 @@ from hororing.hosts import Host
 _NUMBERS = {"num_proc": "np", "min_np": "min_np", "max_np": "max_np", "slots_per_host": "slots"}
 
 
-def chosen(asked: Mapping[str, Any], variables: Mapping[str, str]) -> Elastic | None:
+def chosen(
+    asked: Mapping[str, Any], named: list[Host], variables: Mapping[str, str]
+) -> Elastic | None:
     """The elastic settings, from the names of hororun's flags. None: the job is not elastic.
 
-    ValueError, OSError.
+    ValueError.
     """
     for flag, name in _NUMBERS.items():
         value = asked[flag]
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"run: {name}={value!r} is not a whole number from 1")
+            raise ValueError(f"{name}={value!r} is not a whole number from 1")
     flags = argparse.Namespace(**dict.fromkeys(elastic_flags.NOT_ELASTIC), **asked)
-    try:
-        named = start.named_hosts(flags.hosts, flags.hostfile) or [Host("localhost")]
-        return elastic_flags.chosen(flags, lambda: named, variables)
-    except ValueError as error:
-        raise ValueError(f"run: {error}") from None
+    return elastic_flags.chosen(flags, lambda: named, variables)
 
 
 class EndedElastic:

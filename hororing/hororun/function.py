@@ -140,10 +140,14 @@ def run(
         "max_np": _one("max_np", max_np, "max_num_proc", max_num_proc),
         "blacklist_cooldown_range": cooldown_range, "host_discovery_script": host_discovery_script,
     }  # fmt: skip
-    elastic = elastic_call.chosen(asked, given)
-    if reset_limit is not None and elastic is None:
-        raise ValueError("run: reset_limit is for elastic jobs: give min_np, too")
-    placed = [] if elastic else _placed(size, hosts, hostfile)
+    try:
+        named = start.named_hosts(hosts, hostfile) or [Host("localhost")]
+        elastic = elastic_call.chosen(asked, named, given)
+        if reset_limit is not None and elastic is None:
+            raise ValueError("reset_limit is for elastic jobs: give min_np, too")
+        placed = [] if elastic else _placed(size, named)
+    except ValueError as error:
+        raise ValueError(f"run: {error}") from None
     what = start.Start(
         placed,
         [program, "-c", PROGRAM],
@@ -240,16 +244,10 @@ def _seconds(name: str, value: float | None, default: float) -> float:
     return value
 
 
-def _placed(size: int | None, hosts: str | None, hostfile: str | None) -> list[Place]:
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise ValueError(f"run: np={size!r} is not a whole number from 1")
-    try:
-        named = start.named_hosts(hosts, hostfile) or [Host("localhost")]
-        if size is None and all(host.slots is None for host in named):
-            size = len(named)
-        return plan.place(named, size, None, None)
-    except ValueError as error:
-        raise ValueError(f"run: {error}") from None
+def _placed(size: int | None, named: list[Host]) -> list[Place]:
+    if size is None and all(host.slots is None for host in named):
+        size = len(named)
+    return plan.place(named, size, None, None)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
 from hororing.config.forms import BOOL, BadText
 from hororing.config.knobs import KNOBS, Knob
@@ -21,15 +20,13 @@ _ALIASES = {
     "CPU": ["--thread-affinity"],
     "INTERFACE": ["--network-interface", "--network-interfaces"],
 }
-# Flags whose meaning differs from their knob: flag, knob, whether a value follows, the conversion.
-_OTHERS: list[tuple[str, str, bool, Callable[[str], str]]] = [
-    ("--fusion-threshold-mb", "FUSION_BYTES", True, lambda text: f"{text}MiB"),
-    ("--disable-cache", "CACHE_CAPACITY", False, lambda _: "0"),
-    ("--no-stall-check", "STALL_WARNING_S", False, lambda _: "0"),
-    ("--log-with-timestamp", "LOG_HIDE_TIME", False, lambda _: "0"),
-    ("--no-log-hide-timestamp", "LOG_HIDE_TIME", False, lambda _: "0"),
-    ("--tcp", "TRANSPORT", False, lambda _: "tcp"),
-]
+# Flags that set a knob to a text of their own.
+_CONSTANT = {
+    "--disable-cache": ("CACHE_CAPACITY", "0"),
+    "--log-with-timestamp": ("LOG_HIDE_TIME", "0"),
+    "--no-log-hide-timestamp": ("LOG_HIDE_TIME", "0"),
+    "--tcp": ("TRANSPORT", "tcp"),
+}
 # Horovod's flags without an effect. They set Horovod's variable, so that rank 0 logs why.
 _UNUSED = {
     "--autotune": "HOROVOD_AUTOTUNE",
@@ -47,7 +44,7 @@ _UNUSED_VALUES = {
     "--num-nccl-streams": "HOROVOD_NUM_NCCL_STREAMS",
     "--gloo-timeout-seconds": "HOROVOD_GLOO_TIMEOUT_SECONDS",
 }
-_STALL_CHECK_OFF = "HOROVOD_STALL_CHECK_DISABLE"  # which --stall-check overrides
+_STALL_CHECK_OFF = "HOROVOD_STALL_CHECK_DISABLE"  # two knobs in one
 # Horovod's flags that are errors, and what to do.
 _REFUSED = {
     "--config-file": "give its settings as flags, and keep them with --export-config FILE",
@@ -65,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "settings", "One flag for each HORORING_* variable (python -m hororing config)."
     )
+
+    def constant(name: str, text: str, *flags: str, shown: str = argparse.SUPPRESS) -> None:
+        dest = _PREFIX + name
+        group.add_argument(*flags, dest=dest, action="store_const", const=text, help=shown)
+
     for knob in KNOBS:
         if knob.name in _LEFT_OUT:
             continue
@@ -72,16 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         names = [flag, *_ALIASES.get(knob.name, [])]
         help_text = f"{knob.help}".replace("%", "%%")
         if knob.form is BOOL:
-            group.add_argument(
-                *names, dest=_PREFIX + knob.name, action="store_const", const="1", help=help_text
-            )
-            group.add_argument(
-                "--no-" + flag[2:],
-                dest=_PREFIX + knob.name,
-                action="store_const",
-                const="0",
-                help=argparse.SUPPRESS,
-            )
+            constant(knob.name, "1", *names, shown=help_text)
+            constant(knob.name, "0", "--no-" + flag[2:])
         else:
             group.add_argument(
                 *names,
@@ -90,30 +84,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 metavar=knob.unit.upper() or "VALUE",
                 help=help_text,
             )
-    for flag, name, has_value, meaning in _OTHERS:
-        knob = next(each for each in KNOBS if each.name == name)
-        if has_value:
+        if knob.name == "FUSION_BYTES":
             group.add_argument(
-                flag, dest=_PREFIX + name, type=_checked(knob, meaning), help=argparse.SUPPRESS
-            )
-        else:
-            group.add_argument(
-                flag, dest=_PREFIX + name, action="store_const", const=meaning(""),
+                "--fusion-threshold-mb",
+                dest=_PREFIX + knob.name,
+                type=_checked(knob, lambda text: f"{text}MiB"),
                 help=argparse.SUPPRESS,
-            )  # fmt: skip
-    hidden: dict[str, Any] = {"help": argparse.SUPPRESS}
-    for flag, variable in _UNUSED.items():
-        dest = _PREFIX + variable
-        group.add_argument(flag, dest=dest, action="store_const", const="1", **hidden)
-        group.add_argument("--no-" + flag[2:], dest=dest, action="store_const", const="0", **hidden)
+            )
+    for flag, (name, text) in _CONSTANT.items():
+        constant(name, text, flag)
+    for flag, variable in {**_UNUSED, "--stall-check": _STALL_CHECK_OFF}.items():
+        on, off = ("0", "1") if variable == _STALL_CHECK_OFF else ("1", "0")
+        constant(variable, on, flag)
+        constant(variable, off, "--no-" + flag[2:])
     for flag, variable in _UNUSED_VALUES.items():
-        on = variable == "HOROVOD_AUTOTUNE"  # a switch, whatever the value of these flags
-        convert: Callable[[str], str] = (lambda _: "1") if on else str
-        group.add_argument(flag, dest=_PREFIX + variable, type=convert, **hidden)
-    dest = _PREFIX + _STALL_CHECK_OFF
-    group.add_argument("--stall-check", dest=dest, action="store_const", const="0", **hidden)
+        switch = variable == "HOROVOD_AUTOTUNE"  # whatever the value of these flags
+        convert: Callable[[str], str] = (lambda _: "1") if switch else str
+        group.add_argument(flag, dest=_PREFIX + variable, type=convert, help=argparse.SUPPRESS)
     for flag, instead in _REFUSED.items():
-        group.add_argument(flag, action=_Refuse, nargs="?", const=instead, **hidden)
+        group.add_argument(flag, action=_Refuse, nargs="?", const=instead, help=argparse.SUPPRESS)
 
 
 class _Refuse(argparse.Action):

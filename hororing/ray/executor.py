@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import get_current_placement_group, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hororing import runtime
 from hororing.errors import PeerLostError, RunError, ShutDownError
 from hororing.hororun import plan
 from hororing.hororun.elastic_flags import Elastic
@@ -83,7 +84,7 @@ class RayExecutor:
         is_elastic = min_workers is not None or max_workers is not None
         if is_elastic and num_hosts is not None:
             raise ValueError("RayExecutor: num_hosts excludes min_workers and max_workers")
-        if is_elastic and num_workers_per_host != 1:
+        if num_hosts is None and num_workers_per_host != 1:
             raise ValueError("RayExecutor: num_workers_per_host needs num_hosts")
         for name, value, default in (
             ("reset_limit", reset_limit, None),
@@ -425,7 +426,7 @@ class _Worker:
         return fn(self._executable)
 
     def leave(self) -> None:
-        ranks.leave()
+        runtime.shutdown()
 
 
 def _call_of(

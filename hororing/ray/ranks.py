@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from hororing import launch, runtime
+from hororing import launch
 from hororing.hororun import plan, start
 from hororing.hororun.agent import free_port
 from hororing.hororun.local import memory_file
@@ -74,11 +74,6 @@ def start_store(
 def become(variables: Mapping[str, str], secret: bytes) -> None:
     """Make this process a rank, before it calls `init`."""
     launch.become({**variables, "HORORING_SECRET_FD": str(memory_file("secret", secret))})
-
-
-def leave() -> None:
-    """Shut down, unless the rank has done so."""
-    runtime.shutdown()
 
 
 def variables(

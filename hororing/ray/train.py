@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import ray
 from ray.train.backend import Backend, BackendConfig
 
+from hororing import runtime
 from hororing.ray import ranks
 from hororing.rendezvous.store import Store
 
@@ -62,7 +63,7 @@ class _HororingBackend(Backend):  # type: ignore[misc]
         )
 
     def on_shutdown(self, worker_group: Any, backend_config: HororingConfig) -> None:
-        leaving = worker_group.execute_async(ranks.leave)
+        leaving = worker_group.execute_async(runtime.shutdown)
         ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
         self._stop()
 

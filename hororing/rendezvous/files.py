@@ -109,12 +109,12 @@ def _owner(pid: int) -> dict[str, Any]:
         boot = file.read().strip()
     return {
         "pid": pid,
-        "began": _began(pid),
+        "began": began(pid),
         "space": f"{boot} {os.readlink('/proc/self/ns/pid')}",
     }
 
 
-def _began(pid: int) -> int | None:
+def began(pid: int) -> int | None:
     """The start time of the process, in the kernel's ticks; None: it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

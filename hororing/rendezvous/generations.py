@@ -37,10 +37,6 @@ class Member:
     step: int  # steps it had taken when the generation formed
     marks: int  # how often it has saved the script's other values since
 
-    def title(self) -> str:
-        """Describe the process in messages."""
-        return f"process {self.pid} on host {self.host}"
-
 
 @dataclass(frozen=True)
 class Event:

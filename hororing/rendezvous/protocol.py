@@ -103,9 +103,9 @@ def _no_number(text: str) -> None:
     raise ValueError(text)  # NaN and infinity are not JSON
 
 
-def take(message: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
-    """Return a value of a message. ProtocolError unless it is of `kind`; None: no default."""
-    value = message.get(name, default)
+def take(message: dict[str, Any], name: str, kind: type) -> Any:
+    """Return a value of a message. ProtocolError unless it is of `kind`."""
+    value = message.get(name)
     if kind is float and type(value) is int:
         return value
     if type(value) is not kind:

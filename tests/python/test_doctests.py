@@ -43,7 +43,7 @@ WITHOUT = """
     cuda_built ddl_built diagnose error_for evaluate_checkpoints get_handler_registry gloo_built
     gloo_enabled handle_average_backwards_compatibility history is_homogeneous local_rank_op
     local_size local_size_op mpi_built mpi_enabled mpi_threads_supported nccl_built
-    process_set_included_op raise_for read_run read_timeline refs_to_vars rocm_built run run_fn
+    process_set_included_op read_run read_timeline refs_to_vars rocm_built run run_fn
     set_handler_registry shutdown stop_timeline vars_to_refs
 """
 

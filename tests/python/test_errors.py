@@ -24,7 +24,7 @@ from hororing._core import lib
 )
 def test_every_code_of_the_core_has_its_exceptions(code: int, kinds: tuple[type, ...]):
     with pytest.raises(kinds[0], match="what happened") as caught:
-        errors.raise_for(code, "what happened")
+        raise errors.error_for(code, "what happened")
     assert all(isinstance(caught.value, kind) for kind in kinds)
 
 
@@ -37,7 +37,7 @@ def test_no_code_of_the_core_is_forgotten():
 
 def test_an_unknown_code_still_becomes_an_error():
     with pytest.raises(errors.HororingInternalError, match="unknown code 77"):
-        errors.raise_for(77, "text")
+        raise errors.error_for(77, "text")
 
 
 def test_a_lost_peer_is_named():

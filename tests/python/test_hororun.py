@@ -549,7 +549,7 @@ def test_there_is_a_flag_for_every_setting_and_for_what_horovod_calls_them(
     for knob in KNOBS:
         if knob.name != "ALONE":
             assert f"--{knob.name.lower().replace('_', '-')}" in text
-    flags = "--fusion-threshold-mb 32 --timeline-filename t --disable-cache --no-stall-check"
+    flags = "--fusion-threshold-mb 32 --timeline-filename t --disable-cache"
     flags += " --autotune-bayes-opt-max-samples 9 --autotune-gaussian-process-noise 0.5"
     flags += " --stall-check --no-torus-allreduce --no-log-hide-timestamp"
     words = ["-np", "2", "--dry-run", *flags.split(), "env", "-np", "3"]
@@ -557,7 +557,7 @@ def test_there_is_a_flag_for_every_setting_and_for_what_horovod_calls_them(
     shown = capfd.readouterr().out
     for wanted in (
         "HORORING_FUSION_BYTES=32MiB", "HORORING_TIMELINE=t", "HORORING_RANK=1",
-        "HORORING_CACHE_CAPACITY=0", "HORORING_STALL_WARNING_S=0", "/env -np 3\n",
+        "HORORING_CACHE_CAPACITY=0", "/env -np 3\n",
         "HORORING_LOG_HIDE_TIME=0", "HOROVOD_STALL_CHECK_DISABLE=0", "HOROVOD_TORUS_ALLREDUCE=0",
     ):  # fmt: skip
         assert wanted in shown
@@ -575,12 +575,13 @@ def test_with_mpi_the_mpirun_line_is_printed_and_run(tmp_path: Path):
     fake.write_text('#!/bin/sh\necho ran "$@"\nexit 4\n')
     fake.chmod(0o755)
     flags = ["-H", "a:2,b:2", "--mpi", "--autotune-log-file", "y", "-x", "A", "--mpi-args=--v"]
-    flags += ["--tcp", "--no-hierarchical-allreduce", "--num-nccl-streams", "3"]
+    flags += ["--tcp", "--no-stall-check", "--no-hierarchical-allreduce", "--num-nccl-streams", "3"]
     path = f"{tmp_path}:/usr/bin:/bin"
     outer = {"A": "1", "HOROVOD_FUSION_THRESHOLD": "9", "HORORING_TRANSPORT": "mpi"}
     done = run("-np", "4", *flags, "python", "t.py", PATH=path, **outer)
     settings = "-x HOROVOD_FUSION_THRESHOLD -x HORORING_TRANSPORT=tcp -x A -x HOROVOD_AUTOTUNE=1"
     settings += " -x HOROVOD_HIERARCHICAL_ALLREDUCE=0 -x HOROVOD_NUM_NCCL_STREAMS=3"
+    settings += " -x HOROVOD_STALL_CHECK_DISABLE=1"
     words = f"-np 4 -H a:2,b:2 --output tag {settings} --v python t.py"
     assert done.stdout == f"mpirun {words}\nran {words}\n"
     assert done.returncode == 4

@@ -196,6 +196,7 @@ def test_horovods_name_is_the_same_and_elastic_jobs_have_a_way_out():
         ({"num_workers": 1, "reset_limit": 3}, "reset_limit=3 needs min_workers"),
         ({"num_hosts": 1, "min_workers": 1}, "num_hosts excludes min_workers"),
         ({"min_workers": 1, "num_workers_per_host": 2}, "num_workers_per_host needs num_hosts"),
+        ({"num_workers": 4, "num_workers_per_host": 2}, "num_workers_per_host needs num_hosts"),
         ({"num_workers": 1, "elastic_timeout": 5}, "elastic_timeout=5 needs min_workers"),
         ({"min_workers": 1, "override_discovery": False}, "override_discovery=False"),
         (

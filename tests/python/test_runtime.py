@@ -510,7 +510,7 @@ def test_a_process_has_ended_though_nobody_has_asked_for_its_exit_code():
     child = os.fork()
     if child == 0:
         os._exit(0)
-    assert poll(lambda: not neighbours._is_alive(child))
+    assert poll(lambda: neighbours.began(child) is None)
     os.waitpid(child, 0)
 
 
