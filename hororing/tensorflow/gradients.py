@@ -40,13 +40,16 @@ def checked_options(what: str, **arguments: Any) -> Reduction:
     options = checked_reduction(what, **arguments)
     if isinstance(options.groups, int):
         return options
-    keys = tuple(
-        tuple(checked_key(each, f"{what}: groups") for each in group) for group in options.groups
-    )
+    return dataclasses.replace(options, groups=keyed_groups(options.groups, what))
+
+
+def keyed_groups(groups: Iterable[Iterable[Any]], what: str) -> tuple[tuple[Any, ...], ...]:
+    """Return lists of variables as lists of `variable_key`. ValueError if one occurs twice."""
+    keys = tuple(tuple(checked_key(each, f"{what}: groups") for each in group) for group in groups)
     repeated = Counter(key for group in keys for key in group)
     if any(count > 1 for count in repeated.values()):
         raise ValueError(f"{what}: a variable is in groups more than once")
-    return dataclasses.replace(options, groups=keys)
+    return keys
 
 
 def variable_key(variable: Any) -> Any:

@@ -145,6 +145,8 @@ def case_options_reach_the_reduction() -> None:
         # A script that has reduced already asks for no aggregation.
         optimizer.apply_gradients([(gradient, kernel)], experimental_aggregate_gradients=False)
         np.testing.assert_allclose(kernel, [-2.0 - hvd.rank() - 1, -1.0 - hvd.rank() - 1])
+        with pytest.raises(ValueError, match="more than once"):
+            hvd.DistributedOptimizer(make(1.0), groups=[[kernel, local], [kernel]])
 
 
 def case_layers_of_each_rank() -> None:

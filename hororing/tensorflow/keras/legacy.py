@@ -18,7 +18,13 @@ import tensorflow as tf
 from hororing.arguments import Adasum
 from hororing.compression import Compressor, NoneCompressor
 from hororing.optimizer_settings import WHAT, Settings, WithoutWeight, checked_settings
-from hororing.tensorflow.gradients import checked_key, reduce_gradients, unique_names, variable_key
+from hororing.tensorflow.gradients import (
+    checked_key,
+    keyed_groups,
+    reduce_gradients,
+    unique_names,
+    variable_key,
+)
 from hororing.tensorflow.tape import weights_of
 
 Pairs = Iterable[tuple[Any, Any]]  # gradients and variables
@@ -133,7 +139,7 @@ def inner_optimizer(optimizer: Any) -> Any:
     return optimizer.inner_optimizer if scales else optimizer
 
 
-def wrapped(optimizer: Any, settings: Settings, local_layers: Sequence[Any] = ()) -> Any:
+def wrapped(optimizer: Any, settings: Settings) -> Any:
     """Make `optimizer`, or the one in a LossScaleOptimizer, distributed; return `optimizer`."""
     inner = inner_optimizer(optimizer)
     kinds = (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)
@@ -151,11 +157,7 @@ def wrapped(optimizer: Any, settings: Settings, local_layers: Sequence[Any] = ()
             "DistributedGradientTape, or Keras 3"
         )
     if not isinstance(settings.groups, int):
-        what = f"{WHAT}: groups"
-        groups = tuple(
-            tuple(checked_key(each, what) for each in group) for group in settings.groups
-        )
-        settings = dataclasses.replace(settings, groups=groups)
+        settings = dataclasses.replace(settings, groups=keyed_groups(settings.groups, WHAT))
     base = type(inner)
     namespace = {
         "__module__": base.__module__,
@@ -167,7 +169,6 @@ def wrapped(optimizer: Any, settings: Settings, local_layers: Sequence[Any] = ()
     }
     make: Any = type(base)
     object.__setattr__(inner, "__class__", make(base.__name__, (Distributed, base), namespace))
-    inner._state.local_layers = local_layers
     return optimizer
 
 
