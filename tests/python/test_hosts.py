@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import mpirun
@@ -17,7 +16,7 @@ import tiers
 from live_job import LiveJob, poll
 
 import hororing.numpy as hvd
-from hororing.arguments import Average, Max, Min, Product, Sum
+from hororing.arguments import Average, Sum
 
 Array = oracle.Array
 
@@ -28,7 +27,6 @@ RANKS = Path(__file__).with_name("ending_ranks.py")
 # Without it, Open MPI ends jobs across hosts when a connection breaks.
 ULFM = ["--with-ft", "ulfm"]
 TRANSPORTS = ["mpi", "tcp"]
-OPS = [Average, Sum, Min, Max, Product]
 
 
 def arrays(dtype: str, shape: tuple[int, ...], *key: int) -> list[Array]:
@@ -37,10 +35,6 @@ def arrays(dtype: str, shape: tuple[int, ...], *key: int) -> list[Array]:
         oracle.values(np.random.default_rng([mpirun.seed(), rank, *key]), dtype, shape)
         for rank in range(hvd.size())
     ]
-
-
-def applicable(dtype: str) -> Iterator[int]:
-    yield from (op for op in OPS if dtype != "bool" or op != Average)
 
 
 def check_equal_on_all_ranks(result: Array) -> None:
@@ -65,14 +59,6 @@ def case_the_layout_is_that_of_the_hosts() -> None:
     interleaved = "TEST_INTERLEAVED" in os.environ
     assert names == ((["host0", "host1"] * 2)[: len(names)] if interleaved else wanted)
     assert hvd.local_rank() == names[: hvd.rank()].count(name)
-
-
-def case_allreduce_of_every_type_and_operation() -> None:
-    for number, dtype in enumerate(oracle.DTYPES):
-        for op in applicable(dtype):
-            passed = arrays(dtype, (5, 17), number, op)
-            result = hvd.allreduce(passed[hvd.rank()], op=op, name=f"{dtype} {op}")
-            oracle.reduced(passed, op, 1.0, 1.0).compare(result)
 
 
 def case_allreduce_of_every_size() -> None:
@@ -115,66 +101,6 @@ def case_the_other_collectives() -> None:
     result = hvd.alltoall(passed[rank], name="exchange")
     oracle.equal(result[0] if isinstance(result, tuple) else result, received)
     hvd.barrier()
-
-
-def case_ragged_and_empty_contributions_of_every_type() -> None:
-    rank, size = hvd.rank(), hvd.size()
-    for number, dtype in enumerate(oracle.DTYPES):
-        passed = [
-            oracle.values(np.random.default_rng([mpirun.seed(), of, number]), dtype,
-                          (0 if (of + number) % 3 == 0 else 5000 * of + number, 3))
-            for of in range(size)
-        ]  # fmt: skip
-        handles = [
-            hvd.allgather_async(passed[rank], name=f"ragged {dtype} {copy}") for copy in "ab"
-        ]
-        for handle in handles:
-            oracle.equal(hvd.synchronize(handle), np.concatenate(passed))
-        root = number % size
-        same = arrays(dtype, (number * 1000, 7), 31, number)
-        result = hvd.broadcast(same[rank], root_rank=root, name=f"from {root} {dtype}")
-        oracle.equal(result, same[root])
-
-
-def case_reducescatter_of_every_type() -> None:
-    rank, size = hvd.rank(), hvd.size()
-    for number, dtype in enumerate(oracle.DTYPES):
-        for op in (op for op in applicable(dtype) if op in (Average, Sum)):
-            rows = 3 * size + number % size  # the first ranks have one row more
-            passed = arrays(dtype, (rows, 41), number, op, 9)
-            first, last = oracle.share(rows, size, rank)
-            result = hvd.reducescatter(passed[rank], op=op, name=f"{dtype} {op}")
-            oracle.reduced(passed, op, 1.0, 1.0).rows(first, last).compare(result)
-
-
-def case_sets_over_several_hosts_and_on_one() -> None:
-    names = hvd.allgather_object(os.uname().nodename)
-    here = [rank for rank, name in enumerate(names) if name == names[-1]]
-    members = [list(range(1, hvd.size())), here]
-    if members[0] == here or len(here) == 1:
-        members[1] = [0, hvd.size() - 1]
-    sets = [hvd.add_process_set(ranks) for ranks in members]
-    for number in range(3):
-        for ranks, chosen in zip(members, sets, strict=True):
-            passed = arrays("float32", (4001, 7), number)
-            mine = passed[hvd.rank()]
-            if not chosen.included():
-                continue
-            of_set = [passed[rank] for rank in ranks]
-            place = ranks.index(hvd.rank())
-            name = f"{ranks} {number}"
-            result = hvd.allreduce(mine, op=Average, name=name, process_set=chosen)
-            oracle.reduced(of_set, Average, 1.0, 1.0).compare(result)
-            gathered = hvd.allgather(mine[: 5 * place], name=name, process_set=chosen)
-            parts = [of_rank[: 5 * at] for at, of_rank in enumerate(of_set)]
-            oracle.equal(gathered, np.concatenate(parts))
-            sent = hvd.broadcast(mine, root_rank=ranks[-1], name=name, process_set=chosen)
-            oracle.equal(sent, of_set[-1])
-            first, last = oracle.share(4001, len(ranks), place)
-            part = hvd.reducescatter(mine, op=Sum, name=name, process_set=chosen)
-            oracle.reduced(of_set, Sum, 1.0, 1.0).rows(first, last).compare(part)
-    for chosen in sets:
-        hvd.remove_process_set(chosen)
 
 
 def case_a_set_of_one_rank_per_host() -> None:

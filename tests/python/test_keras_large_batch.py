@@ -89,37 +89,6 @@ def case_optimizers_follow_their_papers_as_those_of_torch_do():
     hvd.allgather_object(None)
 
 
-def case_the_same_steps_as_torch_on_torch():
-    if BACKEND != "torch":
-        return
-    import torch
-
-    from hororing.toolkit.torch import optim
-
-    for make, twin, defaults in (
-        (LARS, optim.LARS, oracle.LARS_DEFAULTS),
-        (LAMB, optim.LAMB, oracle.LAMB_DEFAULTS),
-    ):
-        weights = follow(make, in_words_of_keras(defaults), "float32")
-        params = [torch.tensor(w, dtype=torch.float32) for w in oracle.beginning(SEED)]
-        options = {key: value for key, value in defaults.items() if key != "weight_decay"}
-        decay = defaults["weight_decay"]
-        optimizer = twin(
-            [
-                {"params": [p], "weight_decay": decay * (p.dim() > 1), "adapt": p.dim() > 1}
-                for p in params
-            ],
-            lr=1.0, **options,
-        )  # fmt: skip
-        scheduler = optim.ScheduleLR(optimizer, oracle.rate)
-        for noise in oracle.noises(SEED):
-            for param, each in zip(params, noise, strict=True):
-                param.grad = torch.tensor(oracle.gradient(param.numpy(), each.astype(np.float32)))
-            optimizer.step()
-            scheduler.step()
-        oracle.assert_close(weights, [param.double().numpy() for param in params], 1e-6)
-
-
 def case_16_bit_variables_have_float32_masters():
     variable = keras.Variable(np.full((64, 64), 1.0), dtype="bfloat16", name="kernel")
     optimizer = LARS(1e-3, momentum=0.0, no_adaptation=["kernel"])
@@ -329,24 +298,6 @@ def case_muons_momentum_has_no_rate_in_it():
         ends.append(model.get_weights())
     for one, other in zip(*ends, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-
-
-class Asking(keras.callbacks.Callback if __name__ == "cases" else object):
-    """Sends a request in each batch, as layers of batch normalisation do."""
-
-    def on_train_batch_end(self, batch, logs=None):
-        hvd.allreduce(1.0, name="asking")
-
-
-def case_a_plain_lars_is_an_error_even_if_layers_communicate():
-    if hvd.size() == 1:
-        return
-    for optimizer in (LARS(0.1), LAMB(0.1)):
-        model = network()
-        model.compile(optimizer, "mse")
-        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-        with pytest.raises(RuntimeError, match="no gradient went through"):
-            model.fit(*data(), 8, verbose=0, callbacks=[Asking(), broadcast])
 
 
 # -- V12: infinities ------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import copy
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -278,95 +277,6 @@ def case_parameters_that_differ() -> None:
 # Optimizers
 
 
-def optimizers() -> Iterator[tuple[str, type[torch.optim.Optimizer], dict[str, Any]]]:
-    for name in sorted(vars(torch.optim)):
-        kind = getattr(torch.optim, name)
-        if not inspect.isclass(kind) or not issubclass(kind, torch.optim.Optimizer):
-            continue
-        if kind in (torch.optim.Optimizer, torch.optim.LBFGS):
-            continue
-        yield name, kind, {}
-    yield "SGD momentum", torch.optim.SGD, {"momentum": 0.9, "nesterov": True}
-    yield "Adam amsgrad", torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1}
-    yield "RMSprop centered", torch.optim.RMSprop, {"centered": True, "momentum": 0.5}
-    yield "AdamW tensor lr", torch.optim.AdamW, {"lr": torch.tensor(0.05), "foreach": False}
-
-
-class Trainee:
-    """Two matrices, each in its own group, and an optimizer that has taken some steps."""
-
-    def __init__(
-        self, kind: type[torch.optim.Optimizer], options: dict[str, Any], seed: int, steps: int
-    ) -> None:
-        torch.manual_seed(seed)
-        self.sparse = kind is torch.optim.SparseAdam
-        self.parameters = [torch.nn.Parameter(torch.randn(5, 3)) for _ in range(2)]
-        options = copy.deepcopy(options)
-        # The options depend on the seed, too.
-        groups = [
-            {"params": [p], "lr": options.get("lr", 0.01) * (seed + index + 1)}
-            for index, p in enumerate(self.parameters)
-        ]
-        options.pop("lr", None)
-        self.optimizer = kind(groups, **options)
-        for step in range(steps):
-            self.step(100 * seed + step)
-
-    def step(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters:
-            gradient = torch.randn(5, 3, generator=generator)
-            parameter.grad = gradient.to_sparse(1) if self.sparse else gradient
-        self.optimizer.step()
-
-    def values(self) -> list[torch.Tensor]:
-        return [p.detach().clone() for p in self.parameters]
-
-
-def case_the_state_of_every_optimizer() -> None:
-    rank, size = hvd.rank(), hvd.size()
-    names = []
-    for turn, (name, kind, options) in enumerate(optimizers()):
-        names.append(name)
-        root = turn % size
-        # Ranks have taken different numbers of steps, some none.
-        mine = Trainee(kind, options, rank, steps=(rank + 2 * (rank == root)) % 4)
-        wanted = Trainee(kind, options, root, steps=(root + 2) % 4)
-        parameters, gradients = mine.values(), [p.grad for p in mine.parameters]
-        hvd.broadcast_optimizer_state(mine.optimizer, root)
-        assert same(wanted.optimizer.state_dict(), mine.optimizer.state_dict()), name
-        # Nothing else has changed.
-        assert same(parameters, mine.values()), name
-        for param, gradient in zip(mine.parameters, gradients, strict=True):
-            assert param.grad is gradient or (gradient is None and not param.grad.any()), name
-        hvd.broadcast_parameters(list(mine.parameters), root)
-        for step in range(2):
-            mine.step(7 + step)
-            wanted.step(7 + step)
-        assert same(wanted.values(), mine.values()), name
-    assert {"Adam", "AdamW", "SGD", "SparseAdam", "Adagrad", "Rprop", "ASGD"} <= set(names)
-
-
-def case_the_root_has_no_state_and_others_have() -> None:
-    for kind in (torch.optim.Adam, torch.optim.SGD):
-        mine = Trainee(kind, {}, hvd.rank(), steps=0 if hvd.rank() == 0 else 2)
-        hvd.broadcast_optimizer_state(mine.optimizer, 0)
-        wanted = Trainee(kind, {}, 0, steps=0)
-        assert same(wanted.optimizer.state_dict(), mine.optimizer.state_dict())
-        assert [group["lr"] for group in mine.optimizer.param_groups] == [0.01, 0.02]
-
-
-def case_a_parameter_without_state() -> None:
-    """The root's second parameter never had a gradient."""
-    mine = Trainee(torch.optim.Adam, {}, hvd.rank(), steps=0)
-    count = 1 if hvd.rank() == 0 else 2
-    for parameter in mine.parameters[:count]:
-        parameter.grad = torch.ones(5, 3)
-    mine.optimizer.step()
-    hvd.broadcast_optimizer_state(mine.optimizer, 0)
-    assert list(mine.optimizer.state_dict()["state"]) == [0]
-
-
 def case_learning_rates_of_all_kinds() -> None:
     rank = hvd.rank()
     for roots in (0.25, torch.tensor(0.25)):
@@ -390,30 +300,6 @@ def case_learning_rates_of_all_kinds() -> None:
     hvd.broadcast_optimizer_state(optimizer, 0)
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert optimizer.param_groups[0]["initial_lr"] == 0.1
-
-
-def case_tensors_that_fit_stay_where_they_are() -> None:
-    mine = Trainee(torch.optim.Adam, {}, hvd.rank(), steps=1 + hvd.rank())
-    before = [mine.optimizer.state[p]["exp_avg"] for p in mine.parameters]
-    hvd.broadcast_optimizer_state(mine.optimizer, 0)
-    for parameter, tensor in zip(mine.parameters, before, strict=True):
-        assert mine.optimizer.state[parameter]["exp_avg"] is tensor
-        assert mine.optimizer.state[parameter]["step"].item() == 1
-
-
-def case_a_distributed_optimizer() -> None:
-    rank, root = hvd.rank(), hvd.size() - 1
-    plain = Trainee(torch.optim.SGD, {"momentum": 0.9}, rank, steps=rank)
-    named = [(f"weight.{i}", p) for i, p in enumerate(plain.parameters)]
-    wrapped = hvd.DistributedOptimizer(plain.optimizer, named_parameters=named)
-    hvd.broadcast_optimizer_state(wrapped, root_rank=root, model=None)
-    wanted = Trainee(torch.optim.SGD, {"momentum": 0.9}, root, steps=root)
-    assert same(wanted.optimizer.state_dict()["state"], wrapped.state_dict()["state"])
-    assert [g["lr"] for g in wrapped.param_groups] == [
-        g["lr"] for g in wanted.optimizer.param_groups
-    ]
-    hvd.broadcast_parameters(dict(named), root)
-    assert same(wanted.values(), plain.values())
 
 
 def case_optimizers_that_cannot_be_sent() -> None:

@@ -156,6 +156,25 @@ def case_a_root_without_state_takes_that_of_others_away_and_sends_its_options():
         check(mine, Trainee(kind, {}, root, 0), root, kind)
 
 
+def case_a_parameter_without_state():
+    """The root's last parameter never had a gradient."""
+    mine = Trainee(torch.optim.Adam, {}, rank(), steps=0)
+    for parameter in mine.parameters[: 2 if rank() == 0 else 3]:
+        parameter.grad = torch.ones_like(parameter)
+    mine.optimizer.step()
+    hvd.broadcast_optimizer_state(mine.optimizer, 0)
+    assert list(mine.optimizer.state_dict()["state"]) == [0, 1]
+
+
+def case_tensors_that_fit_stay_where_they_are():
+    mine = Trainee(torch.optim.Adam, {}, rank(), steps=1 + rank())
+    before = [mine.optimizer.state[p]["exp_avg"] for p in mine.parameters]
+    hvd.broadcast_optimizer_state(mine.optimizer, 0)
+    for parameter, tensor in zip(mine.parameters, before, strict=True):
+        assert mine.optimizer.state[parameter]["exp_avg"] is tensor
+        assert mine.optimizer.state[parameter]["step"].item() == 1
+
+
 def case_flags_that_need_another_device_or_another_mode_travel():
     for kind in kinds():
         for flag in ("capturable", "differentiable"):

@@ -109,20 +109,6 @@ def test_the_list_of_the_only_rank_is_the_world():
     runtime.shutdown()
 
 
-def test_a_process_set_that_cannot_be_leaves_the_engine_running():
-    with pytest.raises(ValueError, match=r"entry 0 of process_sets.*duplicate process set"):
-        runtime.init(process_sets=[[0]])
-    assert runtime.is_initialized()
-    runtime.shutdown()
-
-
-def test_what_is_no_list_of_process_sets_is_refused_before_anything_starts():
-    for bad in ("all", 3, [["a"]], [1.5]):
-        with pytest.raises(ValueError, match=r"process_sets|ProcessSet"):
-            runtime.init(process_sets=bad)
-        assert not runtime.is_initialized()
-
-
 def test_a_bad_variable_fails_init_and_leaves_no_engine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HORORING_FUSION_BYTES", "lots")
     with pytest.raises(ValueError, match="HORORING_FUSION_BYTES='lots'"):

@@ -541,61 +541,13 @@ def case_groups_for_a_target_batch() -> None:
             choose_group_size(8 + hvd.rank())
 
 
-def case_gradients_equal_finite_differences() -> None:
-    layer, _ = pair(momentum=None)
-    synchronized = Synchronized(layer)
-    base = [part[:2] for part in batches([2] * hvd.size(), (2,), 15)]
-    factors = weights_of(batches([2 * hvd.size()], (2,), 16)[0]).chunk(hvd.size())[hvd.rank()]
-
-    def loss(input: torch.Tensor) -> torch.Tensor:
-        return (synchronized(input).sin() * factors).sum()
-
-    mine = base[hvd.rank()].clone().requires_grad_()
-    loss(mine).backward()
-    step = 1e-6
-    for owner in range(hvd.size()):
-        for index in np.ndindex(*base[owner].shape):
-            difference = 0.0
-            for sign in (1, -1):
-                input = base[hvd.rank()].clone()
-                if hvd.rank() == owner:
-                    input[index] += sign * step
-                difference += sign * hvd.allreduce(loss(input), op=hvd.Sum).item()
-            if hvd.rank() == owner:
-                # Truncation errs by step^2, rounding by 1e-16 / step.
-                assert abs(difference / (2 * step) - mine.grad[index].item()) < 1e-7
-    if hvd.size() == 1:
-        assert torch.autograd.gradcheck(
-            lambda x, w, b: torch.func.functional_call(
-                Synchronized(layer), {"layer.weight": w, "layer.bias": b}, (x,)
-            ),
-            (mine, layer.weight, layer.bias),
-        )
-    (gradient,) = torch.autograd.grad(loss(mine), mine, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-
-
-class Synchronized(nn.Module):
-    """Uses the code of several ranks even on one."""
-
-    def __init__(self, layer: hvd.SyncBatchNorm) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer._synchronized(x, global_process_set)
-
-
-def case_one_rank_takes_the_path_of_several() -> None:
+def case_gradients_cannot_be_differentiated_again() -> None:
+    layer, _ = pair()
+    mine = batches([2] * hvd.size(), (2,), 15)[hvd.rank()].requires_grad_()
+    (gradient,) = torch.autograd.grad(layer(mine).sin().sum(), mine, create_graph=True)
     if hvd.size() > 1:
-        return
-    for tail in TAILS:
-        layer, whole = pair()
-        outer, outer_whole = Synchronized(layer), nn.Sequential(whole)
-        with mock.patch.object(outer, "named_buffers", layer.named_buffers), \
-                mock.patch.object(outer_whole, "named_buffers", whole.named_buffers):  # fmt: skip
-            agree(outer, outer_whole, batches([7], tail, 17))
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
 
 
 def case_convert() -> None:

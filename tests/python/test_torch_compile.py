@@ -6,7 +6,6 @@ ranks compile.
 
 from __future__ import annotations
 
-import copy
 import re
 import shutil
 import traceback
@@ -109,42 +108,6 @@ def case_errors_arrive_as_they_are() -> None:
         with pytest.raises(hvd.MismatchError, match="shapes"):
             compiled(torch.ones(2 + hvd.rank()), hvd.Sum)
     assert compiled(torch.ones(2), hvd.Sum).tolist() == [2 * hvd.size() + 1] * 2
-
-
-def train(step_of: Callable[[Any, Any], Callable[[Any, Any], Any]]) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    step = step_of(model, optimizer)
-    generator = torch.Generator().manual_seed(hvd.rank())
-    for _ in range(4):
-        step(torch.randn(6, 5, generator=generator), torch.randn(6, 1, generator=generator))
-    return [copy.deepcopy(p.detach()) for p in model.parameters()]
-
-
-def plain(model: Any, optimizer: Any) -> Callable[[Any, Any], Any]:
-    def step(x: Any, y: Any) -> None:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-    return step
-
-
-def case_a_model_and_a_whole_step() -> None:
-    wanted = train(plain)
-    for backend in BACKENDS:
-        for step_of in (
-            lambda model, opt, b=backend: plain(torch.compile(model, backend=b), opt),
-            lambda model, opt, b=backend: torch.compile(plain(model, opt), backend=b),
-        ):
-            torch._dynamo.reset()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                results = train(step_of)
-            for result, value in zip(results, wanted, strict=True):
-                torch.testing.assert_close(result, value)
 
 
 class Layers(torch.nn.Module):

@@ -202,21 +202,6 @@ def case_period_one_and_one_group_is_a_local_optimizer_on_averaged_weights() -> 
             assert torch.equal(parameters_of(model), parameters_of(twin))
 
 
-def case_one_step_without_momentum_is_a_synchronous_one() -> None:
-    start()
-    model, twin = Linear(3).float(), Linear(3).float()
-    optimizer = HierarchicalSGD(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
-        period_group_size_dict={1: "world"}, gradient_groups=None,
-    )  # fmt: skip
-    synchronous = hvd.DistributedOptimizer(
-        torch.optim.SGD(twin.parameters(), lr=0.1), [("twin", twin.w)]
-    )
-    take_step(model, optimizer, 7, 1)
-    take_step(twin, synchronous, 7, 1)
-    torch.testing.assert_close(model.w, twin.w, rtol=1e-6, atol=1e-7)
-
-
 RESUMED = {
     "two levels, warm-up": {"warmup_steps": 3, "momentum": "reset"},
     "delayed": {"delay_steps": 2},

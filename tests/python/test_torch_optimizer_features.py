@@ -10,7 +10,6 @@ import copy
 import functools
 import gc
 import io
-import json
 import tempfile
 import time
 import warnings
@@ -784,49 +783,6 @@ def case_the_last_layer_is_reduced_before_backward_ends():
         (model[2:](hidden).sum() * (hvd.rank() + 1)).backward()
         optimizer.step()
         assert torch.equal(seen[0], model[4].bias.grad)
-
-
-def case_the_timeline_shows_reductions_before_the_last_hook():
-    if hvd.size() == 1:
-        return
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    optimizer = distributed(model, plain_sgd, op=hvd.Sum)
-    model(torch.ones(1, 8)).sum().backward()  # in the first pass, gradients wait for its end
-    optimizer.zero_grad()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "overlap.json")
-        hvd.start_timeline(str(file))
-        hvd.barrier()
-        hidden = model[0](torch.ones(1, 8))
-        hidden.register_hook(lambda _: wait_until_equal(model[2].bias.grad, hvd.size()))
-        model[1:](hidden).sum().backward()
-        optimizer.step()
-        hvd.barrier()
-        hvd.stop_timeline()
-        hvd.barrier()  # until rank 0 has stopped it, it also shows the next case
-        records = json.loads(file.read_text()) if hvd.rank() == 0 else []
-    spans = [record for record in records if record["ph"] in "Xb"]
-
-    def begins(pid: int, name: str, tensor: str) -> list[float]:
-        return [
-            record["ts"]
-            for record in spans
-            if (record["pid"], record["name"]) == (pid, name)
-            and tensor in record["args"]["tensor"].split(", ")
-        ]
-
-    for pid in range(1, hvd.size() + 1) if spans else []:
-        hooks = [record for record in spans if (record["pid"], record["name"]) == (pid, "HOOK")]
-        hooks.sort(key=lambda record: record["ts"])
-        layers = [record["args"]["tensor"].split(".")[0] for record in hooks]
-        assert layers == ["2", "2", "1", "1", "0", "0"], (pid, layers, hooks)
-        for name in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE"):
-            (early,) = begins(pid, name, "2.bias")
-            (late,) = begins(pid, name, "0.weight")
-            assert hooks[0]["ts"] < early < hooks[4]["ts"] < late
-        reductions = [record["ts"] for record in spans if record["name"] == "REDUCE"]
-        assert min(reductions) < hooks[4]["ts"]
-    assert bool(spans) == (hvd.rank() == 0)
 
 
 def case_parameters_may_get_other_shapes_also_while_the_timeline_runs():
