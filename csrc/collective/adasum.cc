@@ -39,7 +39,6 @@
 // E. Barsoum, "Scaling distributed training with adaptive summation", 2020, arXiv:2006.02924.
 
 #include <algorithm>
-#include <cmath>
 #include <string>
 #include <vector>
 
@@ -235,23 +234,13 @@ Status Run(Transport& transport, const ReduceSpec& spec, void* data, size_t n,
 }  // namespace
 
 Status CheckAdasum(const ReduceSpec& spec, int size) {
-  switch (spec.dtype) {
-    case DataType::kFloat16:
-    case DataType::kBfloat16:
-    case DataType::kFloat32:
-    case DataType::kFloat64: break;
-    default:
-      return Status(Code::kInvalidArgument,
-                    std::string("Adasum of ") + Name(spec.dtype) +
-                        ": it is defined for float16, bfloat16, float32 and float64; convert the "
-                        "tensor, or use Average or Sum");
-  }
-  if (!std::isfinite(spec.prescale) || !std::isfinite(spec.postscale)) {
+  if (!IsFloating(spec.dtype)) {
     return Status(Code::kInvalidArgument,
-                  "Adasum: the scale factors must be finite, not prescale " +
-                      std::to_string(spec.prescale) + " and postscale " +
-                      std::to_string(spec.postscale));
+                  std::string("Adasum of ") + Name(spec.dtype) +
+                      ": it is defined for float16, bfloat16, float32 and float64; convert the "
+                      "tensor, or use Average or Sum");
   }
+  HORORING_RETURN_IF_ERROR(Check(spec));
   if ((size & (size - 1)) != 0) {
     return Status(Code::kInvalidArgument, "Adasum among " + std::to_string(size) +
                                               " ranks: it combines pairs of pairs, so the number "

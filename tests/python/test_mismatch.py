@@ -154,23 +154,6 @@ def case_unnamed_calls_that_differ_name_their_number() -> None:
     assert hvd.allreduce(ones(2)).tolist() == [1, 1]
 
 
-def case_a_duplicate_leaves_the_first_alone() -> None:
-    rank, last = hvd.rank(), hvd.size() - 1
-    handle = 0
-    if rank != last:
-        handle = hvd.allreduce_async(np.full(3, rank), op=hvd.Sum, name="once")
-        for other in (
-            lambda: hvd.allreduce_async(ones(4), name="once"),
-            lambda: hvd.broadcast_async(ones(4), 0, name="once"),
-            lambda: hvd.grouped_allgather_async([ones(4)] * 2, name="once"),
-        ):
-            with pytest.raises(errors.DuplicateNameError, match="'once'"):
-                other()
-    hvd.barrier()
-    handle = handle or hvd.allreduce_async(np.full(3, rank), op=hvd.Sum, name="once")
-    assert hvd.synchronize(handle).tolist() == [sum(range(hvd.size()))] * 3
-
-
 def case_shutdown() -> None:
     hvd.shutdown()
 

@@ -142,40 +142,6 @@ TEST(sixteen_bit_floats_are_rounded_once) {
   }
 }
 
-TEST(bits_do_not_depend_on_what_a_tensor_is_fused_with) {
-  std::mt19937 random(hororing_test::Seed());
-  const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
-  constexpr size_t kN = 40000;
-  HostsWorld world("inproc", {0, 0, 1, 1, 2});
-  auto backends = Backends(world);
-  std::vector<Bytes> values;
-  for (int r = 0; r < world.size(); ++r) {
-    values.emplace_back(kN * 4);
-    Fill(sum.dtype, values.back().data(), kN, random);
-  }
-  const auto reduce = [&](size_t before) {
-    std::vector<Bytes> first(values.size(), Bytes(before * 4)), results(values.size());
-    world.Run([&](int r) {
-      const size_t place = static_cast<size_t>(r);
-      results[place].resize(kN * 4);
-      Batch batch;
-      BatchEntry other, entry;
-      other.reduce = entry.reduce = sum;
-      other.input = other.output = first[place].data();
-      other.elements = before;
-      entry.input = values[place].data();
-      entry.output = results[place].data();
-      entry.elements = kN;
-      batch.entries = {other, entry};
-      TraceSink trace;
-      CHECK_OK(backends[place]->Run(batch, After(NowNs(), kLimit), trace));
-    });
-    return results[0];
-  };
-  const Bytes alone = reduce(0);
-  for (const size_t before : {1, 1000, 123457}) CHECK(reduce(before) == alone);
-}
-
 // CheckedTransport and the sanitizers notice requests that are left open, the watchdog a hang.
 TEST(a_rank_that_fails_in_any_phase_is_an_error_there_and_no_hang_elsewhere) {
   const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};

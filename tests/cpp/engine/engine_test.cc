@@ -140,47 +140,6 @@ TEST(gathered_tensors_may_differ_in_rows) {
   });
 }
 
-TEST(a_group_of_different_types_keeps_their_sizes) {
-  for (int size : {1, 3}) {
-    Play(size, {}, [](Player& player) {
-      for (const Collective kind : {Collective::kBroadcast, Collective::kAllgather}) {
-        std::vector<int8_t> small(5, static_cast<int8_t>(player.rank));
-        std::vector<double> large(7, player.rank + 0.5);
-        auto entry = std::make_unique<TensorEntry>();
-        entry->request.name = "mixed";
-        entry->request.kind = kind;
-        TensorView bytes, doubles;
-        bytes.input = bytes.output = small.data();
-        bytes.shape = {5};
-        bytes.dtype = DataType::kInt8;
-        doubles.input = doubles.output = large.data();
-        doubles.shape = {7};
-        doubles.dtype = DataType::kFloat64;
-        entry->request.tensors = {{bytes.dtype, bytes.shape}, {doubles.dtype, doubles.shape}};
-        entry->views = {bytes, doubles};
-        int64_t handle = 0;
-        CHECK_OK(player.Submit(std::move(entry), true, &handle));
-        Status status;
-        CHECK(player.engine->Wait(handle, kTestTimeout, &status) == HandleState::kDone);
-        CHECK_OK(status);
-        if (kind == Collective::kBroadcast) {
-          CHECK_EQ(int{small[4]}, 0);
-          CHECK_EQ(large[6], 0.5);
-        } else {
-          ResultBuffer first, second;
-          CHECK_OK(player.handles->Take(handle, 0, &first));
-          CHECK_OK(player.handles->Take(handle, 1, &second));
-          CHECK_EQ(first.bytes(), static_cast<size_t>(5 * player.size));
-          CHECK_EQ(second.bytes(), static_cast<size_t>(56 * player.size));
-          CHECK_EQ(static_cast<const double*>(second.data())[7 * player.size - 1],
-                   player.size - 0.5);
-        }
-        player.handles->Release(handle);
-      }
-    });
-  }
-}
-
 TEST(shutting_down_on_one_rank_fails_what_waits_on_the_others) {
   Play(3, {}, [](Player& player) {
     std::vector<float> data(4, 1.0f);

@@ -163,23 +163,6 @@ TEST(adasum_is_the_recursion_over_pairs) {
   }
 }
 
-TEST(a_tensor_has_the_same_bits_whatever_it_is_fused_with) {
-  std::mt19937 random(hororing_test::Seed());
-  for (const int size : kPowers) {
-    for (const DataType dtype : kFloats) {
-      const ReduceSpec spec{dtype, ReduceOp::kAdasum, 1, 1};
-      std::vector<PerRank> tensors;
-      for (const size_t n : {1009, 3, 0, 5003, 1}) {
-        tensors.push_back(RandomInputs(dtype, size, n, random));
-      }
-      const auto together = RunAdasum("inproc", spec, tensors);
-      for (size_t t = 0; t < tensors.size(); ++t) {
-        CHECK(RunAdasum("inproc", spec, {tensors[t]})[0][0] == together[0][t]);
-      }
-    }
-  }
-}
-
 // ---- the properties of Adasum ----
 
 TEST(equal_vectors_are_averaged) {

@@ -215,35 +215,6 @@ TEST(all_ranks_hold_the_same_bits_and_rank_order_is_reproducible) {
   }
 }
 
-TEST(a_ring_stays_within_the_bound_of_summation) {
-  // |error| <= (N - 1) u sum|x|, u = 2^-24 for float32 (Higham, Accuracy and Stability, 4.2), in
-  // any order; terms are at most 1, so sum|x| <= N.
-  for (const int size : {2, 5, 8}) {
-    {
-      hororing_test::RunWorld(MakeWorld("inproc", size), [&](Rank& rank) {
-        Scratch scratch;
-        constexpr size_t kCount = 4099;
-        std::vector<float> data(kCount);
-        std::vector<double> exact(kCount, 0);
-        for (int r = 0; r < size; ++r) {
-          std::mt19937 random(hororing_test::Seed() + static_cast<unsigned>(r));
-          for (size_t i = 0; i < kCount; ++i) {
-            const float number = static_cast<float>(random()) / 4294967296.0f;
-            exact[i] += static_cast<double>(number);
-            if (r == rank.rank()) data[i] = number;
-          }
-        }
-        const ReduceSpec spec{DataType::kFloat32, ReduceOp::kSum, 1, 1};
-        CHECK_OK(Run(Which::kRing, rank.transport, {data.data(), kCount, spec}, scratch));
-        const double bound = (size - 1) * std::exp2(-24) * size;
-        for (size_t i = 0; i < kCount; ++i) {
-          CHECK_NEAR(static_cast<double>(data[i]), exact[i], bound);
-        }
-      });
-    }
-  }
-}
-
 TEST(scratch_is_bounded_whatever_the_size) {
   for (const int size : {2, 8}) {
     hororing_test::RunWorld(MakeWorld("inproc", size), [](Rank& rank) {
@@ -503,30 +474,6 @@ TEST(chunks_cover_everything_once_and_differ_by_one_at_most) {
         at += chunk.size;
       }
       CHECK_EQ(at, total);
-    }
-  }
-}
-
-TEST(a_ring_schedule_visits_what_the_predecessor_sends) {
-  // Rank r's receives in all steps are its predecessor's sends: the own chunk, then what that
-  // one received itself in the step before.
-  for (const int size : {2, 3, 5}) {
-    std::vector<Span> chunks;
-    for (int r = 0; r < size; ++r) chunks.push_back(Chunk(11, size, r));
-    for (int rank = 0; rank < size; ++rank) {
-      RingSchedule receives(chunks, 2, rank - 1, size - 1);
-      RingSchedule sends(chunks, 2, rank - 1 + size, size - 1);
-      RingSchedule::Place received, sent;
-      size_t elements = 0;
-      while (receives.Next(&received)) {
-        CHECK(sends.Next(&sent));
-        CHECK_EQ(received.span.begin, sent.span.begin);
-        CHECK_EQ(received.span.size, sent.span.size);
-        CHECK(received.span.size >= 1 && received.span.size <= 2);
-        elements += received.span.size;
-      }
-      CHECK(!sends.Next(&sent));
-      CHECK_EQ(elements, 11 - chunks[static_cast<size_t>(rank)].size);
     }
   }
 }

@@ -185,24 +185,6 @@ TEST(file_is_a_complete_array_after_every_append) {
   CHECK_EQ(file.Records().size(), last);
 }
 
-TEST(killed_process_leaves_a_readable_file) {
-  TemporaryFile file;
-  const pid_t child = fork();
-  if (child == 0) {
-    TraceWriter writer;
-    if (!writer.Open(file.path(), {"a"}).ok()) _exit(1);
-    for (TimeNs i = 0; i < 100; ++i) {
-      const std::vector<TraceEvent> events(50, Span("REDUCE", Track::kLoop, i, i + 1));
-      if (!writer.Append(0, 0, events).ok()) _exit(1);
-    }
-    raise(SIGKILL);
-  }
-  int status = 0;
-  CHECK_EQ(waitpid(child, &status, 0), child);
-  CHECK(WIFSIGNALED(status));
-  CHECK_EQ(WithPhase(file.Records(), "X").size(), size_t{5000});
-}
-
 TEST(process_killed_in_the_middle_of_writing_leaves_a_readable_file) {
   for (int round = 0; round < 20; ++round) {
     TemporaryFile file;
