@@ -48,7 +48,7 @@ def DistributedOptimizer(
     groups: int | str | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> torch.optim.Optimizer:
+) -> Any:  # a class that no type names: that of `optimizer`, with `synchronize` and more
     """Make `optimizer` reduce its gradients over all ranks, and return it.
 
     Gradients are sent while backward still runs, and are reduced when `backward()` returns, which

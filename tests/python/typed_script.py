@@ -3,6 +3,8 @@
 A name that mypy does not find in an adapter is an error in every typed training script.
 """
 
+import torch
+
 import hororing
 import hororing.keras as hvd_keras
 import hororing.numpy as hvd_numpy
@@ -36,3 +38,21 @@ print(hvd_tensorflow.DistributedGradientTape, hvd_tensorflow.rank_op, hvd_tensor
 print(hvd_tensorflow.broadcast_variables, hvd_tensorflow.elastic.run, hvd_tensorflow.PeerLostError)
 print(hvd_keras.callbacks.MetricAverageCallback, hvd_keras.elastic.run, hvd_keras.barrier)
 print(hvd_tf_keras.elastic.KerasState, hvd_tf_keras.elastic.run, hvd_tf_keras.load_model)
+
+
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+optimizer.synchronize()
+with optimizer.skip_synchronize():
+    optimizer.step()
+total: torch.Tensor = hvd.allreduce(torch.ones(3), op=hvd.Sum, name="total")
+
+
+@hvd.elastic.run
+def train(state: hvd.elastic.TorchState) -> None:
+    state.commit()
+
+
+train(hvd.elastic.TorchState(model, optimizer, epoch=0))

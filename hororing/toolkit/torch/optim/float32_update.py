@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ MASTER: Final = "float32_weight"  # in the state of a parameter
 SCALES: Final = ("grad_scale", "found_inf")  # set by GradScaler while it calls `step`
 
 Closure = Callable[[], Any] | None
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 class Float32Update(torch.optim.Optimizer):
@@ -174,11 +175,11 @@ def checked_max_norm(max_norm: float | None) -> float | None:
 
 
 def with_float32_update(
-    optimizer: torch.optim.Optimizer,
+    optimizer: AnyOptimizer,
     *,
     rounding: StochasticRounding | None = None,
     max_norm: float | None = None,
-) -> torch.optim.Optimizer:
+) -> AnyOptimizer:
     """Make `optimizer` update float16 and bfloat16 parameters in float32, and return it.
 
     Its state becomes float32, too, and is saved and loaded as such. Use it before
