@@ -244,7 +244,7 @@ def wait(handle: int) -> Any:
     code = block_until_complete(handle)
     unknown = code == lib.HR_INVALID_ARGUMENT and lib.hr_poll(handle) < 0
     if unknown or _pending.pop(handle, None) is None:
-        raise _already_synchronized(handle)
+        raise ValueError(f"handle {handle} was synchronized by another thread meanwhile")
     try:
         if code != lib.HR_OK:
             fail(code)
@@ -303,10 +303,6 @@ def _find(handle: int) -> Any:
             f"there is no handle {handle!r}: it was synchronized before, or no asynchronous "
             "operation returned it"
         ) from None
-
-
-def _already_synchronized(handle: int) -> ValueError:
-    return ValueError(f"handle {handle} was synchronized by another thread meanwhile")
 
 
 def block_until_complete(handle: int) -> int:

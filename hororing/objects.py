@@ -88,7 +88,13 @@ def allgather_object(
     name = default_name("allgather_object", members) if name is None else name
     payload, failure = _dump(obj)
     payload[:0] = _SIZE.pack(_CANNOT_PICKLE if failure else len(payload))
-    gathered = memoryview(_allgather(payload, extended(name, ".t"), members))
+    view = View(collectives.address_of(payload), 0, DTYPES["uint8"], (len(payload),))
+    handle = collectives.submit(
+        collectives.ALLGATHER, extended(name, ".t"), [view], keep=payload,
+        finish=lambda handle: collectives.take(handle, 0).buffer, process_set=members,
+        blocking=True,
+    )  # fmt: skip
+    gathered = memoryview(collectives.wait(handle))
     if failure is not None:
         raise failure
     objects, broken, begin = [], [], 0
@@ -124,27 +130,8 @@ def _start_broadcast(
         name,
         [View(address, address, DTYPES[dtype], (count,))],
         keep=buffer,
-        finish=_return_none,
+        finish=lambda _: None,
         process_set=members,
         root=root_rank,
         blocking=True,
     )
-
-
-def _allgather(buffer: bytearray, name: str, members: int) -> Any:
-    view = View(collectives.address_of(buffer), 0, DTYPES["uint8"], (len(buffer),))
-    return collectives.wait(
-        collectives.submit(
-            collectives.ALLGATHER,
-            name,
-            [view],
-            keep=buffer,
-            finish=lambda handle: collectives.take(handle, 0).buffer,
-            process_set=members,
-            blocking=True,
-        )
-    )
-
-
-def _return_none(_: int) -> None:
-    return None

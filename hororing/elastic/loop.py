@@ -74,7 +74,7 @@ def run_fn(func: Train, reset: Callable[[], None], convert: ConvertError = lambd
                     ):
                         raise
                     if not membership.is_elastic():
-                        _add(failure, _NOT_ELASTIC)
+                        failure.args = (f"{failure}{_NOT_ELASTIC}", *failure.args[1:])
                         raise failure from (None if failure is error else error)
                     del failure  # its traceback holds what `func` has made, such as optimizers
                     state._fall_back()
@@ -99,10 +99,6 @@ def _call(func: Train, state: Any, args: Any, kwargs: Any, optimizers: names.Cou
             return func(state, *args, **kwargs)
         except RedistributeSamples:
             state.reset()
-
-
-def _add(error: Exception, text: str) -> None:
-    error.args = (f"{error}{text}", *error.args[1:])
 
 
 def reset() -> None:

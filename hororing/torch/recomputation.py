@@ -77,16 +77,12 @@ def stored(layer: str) -> Statistics | None:
     for number in reversed(range(len(_passes.stack))):
         if _passes.stack[number].replays:
             statistics = _passes.stack[number].take(layer)
-            _store(layer, statistics, number + 1)
+            store(layer, statistics, number + 1)
             return statistics
     return None
 
 
-def store(layer: str, statistics: Statistics) -> None:
-    """Note the statistics of a first call for all segments that it is part of."""
-    _store(layer, statistics, 0)
-
-
-def _store(layer: str, statistics: Statistics, outermost: int) -> None:
+def store(layer: str, statistics: Statistics, outermost: int = 0) -> None:
+    """Note the statistics of a call for the segments that it is part of, from `outermost` on."""
     for each in _passes.stack[outermost:]:
         each.stored.append((layer, statistics))

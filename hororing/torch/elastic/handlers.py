@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hororing import job, objects
+from hororing import job
+from hororing.elastic.variables import broadcast
 from hororing.torch.elastic.sampler import ElasticSampler
 from hororing.torch.state import (
     Send,
@@ -19,9 +19,6 @@ from hororing.torch.state import (
     send_optimizer_state,
     send_parameters,
 )
-
-# The name is always the same, because later ranks have counted fewer calls.
-broadcast = functools.partial(objects.broadcast_object, root_rank=0, name="elastic.state")
 
 
 class StateHandler:

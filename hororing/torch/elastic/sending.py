@@ -70,9 +70,7 @@ class Sender:
     def _send(self, part: list[tuple[str, torch.Tensor]]) -> None:
         count = sum(self._splits)
         handles = [
-            verbs.alltoall_async(tensor.reshape(1, -1).repeat(count, 1), self._splits, name)
-            if count != 1
-            else verbs.alltoall_async(tensor.reshape(1, -1), self._splits, name)
+            verbs.alltoall_async(tensor.reshape(1, -1).expand(count, -1), self._splits, name)
             for name, tensor in part
         ]
         received = collectives.wait_all(handles)

@@ -12,8 +12,9 @@ from hororing import job, membership
 from hororing.elastic.state import check_names
 from hororing.elastic.stepped import SteppedState
 from hororing.elastic.steps import Steps
+from hororing.elastic.variables import broadcast
 from hororing.rendezvous.generations import Member
-from hororing.torch.elastic.handlers import StateHandler, broadcast, handler_for
+from hororing.torch.elastic.handlers import StateHandler, handler_for
 from hororing.torch.elastic.sampler import ElasticSampler
 from hororing.torch.elastic.sending import Sender, sources
 from hororing.torch.gradient_optimizer import Distributed, parameters
