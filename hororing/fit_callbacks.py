@@ -242,7 +242,7 @@ class LearningRateSchedule:
     def __init__(
         self,
         initial_lr: float,
-        multiplier: float | Callable[[float], float],
+        multiplier: float | Callable[[Any], float],
         start_epoch: int = 0,
         end_epoch: int | None = None,
         staircase: bool = True,

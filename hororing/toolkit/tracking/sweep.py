@@ -45,7 +45,7 @@ class Range:
         return Range(*ends, self.log, self.integer)
 
 
-Space = Mapping[str, "Range | Sequence[Any]"]
+Space = Mapping[str, Any]  # a Range or a sequence; mypy joins a literal of both to `object`
 
 
 class StopEarly(Exception):
