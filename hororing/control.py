@@ -87,7 +87,7 @@ def remove_process_set(process_set: int, then: Callable[[], None]) -> bool:
 def _start(collective: int, name: str, blocking: bool = True, **arguments: Any) -> int:
     """Start a request without tensors. Its result is a number, 0 for a barrier.
 
-    It has a fixed name: such requests match in the order of the calls, whatever else ranks count.
+    With a fixed name, requests match in the order of the calls, whatever else ranks count.
     """
     finish = partial(_number, collective != _BARRIER)
     return submit(collective, name, (), keep=None, finish=finish, blocking=blocking, **arguments)

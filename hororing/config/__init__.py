@@ -110,7 +110,7 @@ def _timeline_steps(settings: Mapping[str, Setting]) -> None:
     if steps.value and not settings["TIMELINE"].value:
         raise ValueError(
             f"{steps.source}={STEPS.show(steps.value)} chooses steps of the timeline, but "
-            f"{PREFIX}TIMELINE names no file for it"
+            f"{PREFIX}TIMELINE names no file for it: set it, too, or unset {steps.source}"
         )
 
 

@@ -121,7 +121,7 @@ def began(pid: int) -> int | None:
             fields = file.read().rpartition(b") ")[2].split()
     except OSError:
         return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def _is_alive(owner: dict[str, Any]) -> bool | None:

@@ -48,7 +48,7 @@ def DistributedOptimizer(
     groups: int | str | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> Any:  # a class that no type names: that of `optimizer`, with `synchronize` and more
+) -> Any:  # a class made at run time, with `synchronize` and other methods
     """Make `optimizer` reduce its gradients over all ranks, and return it.
 
     Gradients are sent while backward still runs, and are reduced when `backward()` returns, which

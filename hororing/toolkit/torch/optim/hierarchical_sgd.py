@@ -46,7 +46,7 @@ def HierarchicalSGD(
     late_parameters: Iterable[torch.Tensor] = (),
     compression: type[Compressor] = NoneCompressor,
     backward_passes_per_step: int = 1,
-) -> Any:  # as of DistributedOptimizer
+) -> Any:  # a class made at run time, as by DistributedOptimizer
     """Make `optimizer` one of hierarchical SGD, and return it. Collective, with equal arguments.
 
     The first `warmup_steps` are those of `DistributedOptimizer`. Then every rank takes its own
