@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -86,6 +87,9 @@ def case_a_tape_averages_gradients() -> None:
     check_both(
         lambda: gradients_by(hvd.DistributedGradientTape, sources, use_generic_names=True), check
     )
+    with mock.patch("hororing.tensorflow.tape.reduce_gradients", return_value=[0] * 4) as reduce:
+        gradients_by(hvd.DistributedGradientTape, sources, use_generic_names=True)
+    assert reduce.call_args[0][1] == [f"gradients/grad_{at}" for at in range(4)]
     with tf.GradientTape() as tape:
         loss = sources[2] + 1.0
     distributed = hvd.DistributedGradientTape(tape)  # takes the arguments of a tf.GradientTape, too
