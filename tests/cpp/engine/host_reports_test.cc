@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <map>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -226,54 +225,6 @@ TEST(a_round_takes_one_message_each_way_per_neighbour_and_host) {
     CHECK(std::abs(player.engine->stats().control_messages_received - received - each * kRounds) <=
           slack);
   });
-}
-
-TEST(results_are_those_of_one_host_whatever_the_ranks_do) {
-  for (const Hosts& hosts :
-       {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1, 0, 1}, Hosts{0, 1, 2}, Hosts{0, 1, 1, 1}}) {
-    EngineConfig config;
-    config.cache_capacity = 6;
-    const int size = static_cast<int>(hosts.size());
-    PlayOn(hosts, config, [&](Player& player) {
-      int64_t id = 0, removed = 0, last = 0;
-      const int32_t other = static_cast<int32_t>(size - 1);
-      CHECK_OK(player.AddSet({1, other}, &id));
-      std::mt19937 random(hororing_test::Seed() + static_cast<unsigned>(player.rank));
-      for (int step = 0; step < 20; ++step) {
-        std::vector<int> order = {0, 1, 2, 3, 4, 5, 6, 7};
-        std::shuffle(order.begin(), order.end(), random);
-        std::vector<std::vector<float>> data(order.size());
-        std::vector<int64_t> handles(order.size());
-        for (const int i : order) {
-          data[static_cast<size_t>(i)].assign(10, static_cast<float>(player.rank + i + step));
-          CHECK_OK(player.Submit("t" + std::to_string(i), data[static_cast<size_t>(i)],
-                                 ReduceOp::kSum, &handles[static_cast<size_t>(i)]));
-        }
-        if (player.rank == 1 || player.rank == other) {
-          std::vector<float> of_set(3, static_cast<float>(player.rank));
-          CHECK_OK(player.Allreduce("s", of_set, ReduceOp::kSum, static_cast<int32_t>(id)));
-          CHECK_EQ(of_set[2], static_cast<float>(1 + other));
-        }
-        for (size_t i = 0; i < order.size(); ++i) {
-          CHECK_OK(player.Wait(handles[i]));
-          float expected = 0;
-          for (int rank = 0; rank < size; ++rank) {
-            expected += static_cast<float>(rank + static_cast<int>(i) + step);
-          }
-          CHECK_EQ(data[i][9], expected);
-        }
-      }
-      // Rank 1 has fewer batches.
-      for (int step = 0; step < 5 && player.rank != 1; ++step) {
-        std::vector<float> data(1, 1.0f);
-        CHECK_OK(player.Allreduce("t0", data));
-        CHECK_EQ(data[0], static_cast<float>(size - 1));
-      }
-      CHECK_OK(player.Join(&last));
-      CHECK_OK(player.RemoveSet(id, &removed));
-      CHECK_EQ(removed, int64_t{1});
-    });
-  }
 }
 
 // Names longer than the pipes are sent in pieces while ranks are in collectives.

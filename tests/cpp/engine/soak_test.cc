@@ -23,22 +23,40 @@ constexpr int kRounds = 60;
 
 // The random choices of a round, which all ranks share.
 struct Plan {
-  explicit Plan(std::minstd_rand& shared, int size) {
+  Plan(std::minstd_rand& shared, int size) {
     const auto draw = [&](unsigned of) { return static_cast<int>(shared() % of); };
     const auto ranks = static_cast<unsigned>(size);
-    in_set = draw(4) == 0;
-    joins = !in_set && draw(5) == 0;
+    with_set = draw(4) == 0;
+    joins = !with_set && draw(5) == 0;
     left_out = draw(ranks);  // the rank outside the set, or the one that joins
     wrong = draw(4) == 0 && !joins ? draw(ranks) : -1;
     timeline = draw(6) == 0;
+    first_value = draw(100);
     for (size_t i = 0; i < kNames; ++i) {
       kinds[i] = draw(8);
+      if (joins && kinds[i] == kGather) kinds[i] = kSum;  // which a joined rank cannot take part in
+      in_set[i] = with_set && draw(2) == 0;
       elements[i] = draw(5) == 0 ? 700 : 3;
     }
   }
-  bool in_set, joins, timeline;
-  int left_out, wrong;
-  std::array<int, kNames> kinds;  // 0: a group, 1: an all-gather, 2: averages; else a sum
+  bool TakesPart(size_t i, int rank) const { return rank != left_out || !(joins || in_set[i]); }
+  // Only the first tensor may have one element too many, on one rank.
+  bool IsWrong(size_t i, int rank) const { return i == 0 && rank == wrong; }
+  // What a rank submits as a tensor, or as the second one of a group.
+  std::vector<float> Values(size_t i, int rank, int second = 0) const {
+    std::vector<float> values(elements[i] + (IsWrong(i, rank) ? 1 : 0));
+    for (size_t at = 0; at < values.size(); ++at) {
+      const int value = first_value + (rank + 1) * (second + 1) + static_cast<int>(3 * i + at % 5);
+      values[at] = static_cast<float>(value);
+    }
+    return values;
+  }
+
+  enum Kind : int { kGroup, kGather, kAverage, kSum };  // larger ones are sums, too
+  bool with_set, joins, timeline;
+  int left_out, wrong, first_value;
+  std::array<int, kNames> kinds;
+  std::array<bool, kNames> in_set;
   std::array<size_t, kNames> elements;
 };
 
@@ -49,47 +67,66 @@ struct Try {
 
 void Send(Player& player, const Plan& plan, size_t i, int32_t set, Try* each) {
   const std::string name = "t" + std::to_string(i);
-  // Only the first tensor may be wrong, on one rank.
-  const bool wrong = i == 0 && player.rank == plan.wrong;
-  const int kind = plan.joins && plan.kinds[i] == 1 ? 3 : plan.kinds[i];
-  each->data.assign(plan.elements[i] + (wrong ? 1 : 0), static_cast<float>(player.rank + 1));
-  each->more = each->data;
-  auto entry = Player::Entry(name, each->data, ReduceOp::kSum, set);
-  if (kind == 0) {
+  if (!plan.in_set[i]) set = kWorldSet;
+  each->data = plan.Values(i, player.rank);
+  each->more = plan.Values(i, player.rank, 1);
+  const ReduceOp op = plan.kinds[i] == Plan::kAverage ? ReduceOp::kAverage : ReduceOp::kSum;
+  auto entry = Player::Entry(name, each->data, op, set);
+  if (plan.kinds[i] == Plan::kGroup) {
     entry->views.push_back(entry->views[0]);
     entry->views[1].input = entry->views[1].output = each->more.data();
     entry->request.tensors.push_back(entry->request.tensors[0]);
-  } else if (kind == 1) {
+  } else if (plan.kinds[i] == Plan::kGather) {
     entry->request.kind = Collective::kAllgather;
-  } else {
-    const ReduceOp op = kind == 2 ? ReduceOp::kAverage : ReduceOp::kSum;
-    CHECK_OK(player.Submit(name, each->data, op, &each->handle, false, set));
-    return;
+    entry->views[0].output = nullptr;
   }
   CHECK_OK(player.Submit(std::move(entry), false, &each->handle));
 }
 
+void LookAtGathered(Player& player, const Plan& plan, size_t i, int64_t handle) {
+  Status status;
+  CHECK(player.engine->Wait(handle, kTestTimeout, &status) == HandleState::kDone);
+  CHECK_OK(status);
+  ResultBuffer result;
+  CHECK_OK(player.handles->Take(handle, 0, &result));
+  player.handles->Release(handle);
+  std::vector<float> expected;
+  for (int rank = 0; rank < player.size; ++rank) {
+    if (!plan.TakesPart(i, rank)) continue;
+    const std::vector<float> rows = plan.Values(i, rank);
+    expected.insert(expected.end(), rows.begin(), rows.end());
+  }
+  const float* values = static_cast<const float*>(result.data());
+  CHECK(result.rows() == static_cast<int64_t>(expected.size()) &&
+        std::equal(expected.begin(), expected.end(), values));
+}
+
 void Look(Player& player, const Plan& plan, size_t i, Try& each) {
+  const int kind = plan.kinds[i];
+  if (kind == Plan::kGather) return LookAtGathered(player, plan, i, each.handle);
   const Status status = player.Wait(each.handle);
-  const int kind = plan.joins && plan.kinds[i] == 1 ? 3 : plan.kinds[i];
-  const bool member = !plan.in_set || plan.wrong != plan.left_out;
-  if (i == 0 && plan.wrong >= 0 && member && kind != 1) {
+  if (i == 0 && plan.wrong >= 0 && plan.TakesPart(i, plan.wrong)) {
     CHECK(status.code() == Code::kMismatch);
     return;
   }
   CHECK_OK(status);
-  if (kind == 1) return;
-  float sum = 0;
-  int count = 0;
-  for (int rank = 0; rank < player.size; ++rank) {
-    if ((plan.in_set || plan.joins) && rank == plan.left_out) continue;
-    sum += static_cast<float>(rank + 1);
-    ++count;
-  }
-  if (kind == 2) sum /= static_cast<float>(plan.joins ? player.size : count);
-  for (const float value : each.data) CHECK_NEAR(value, sum, 1e-5);
-  for (const float value : each.more) {
-    if (kind == 0) CHECK_NEAR(value, sum, 1e-5);
+  for (const int second : {0, 1}) {
+    if (second == 1 && kind != Plan::kGroup) continue;
+    std::vector<float> expected(plan.elements[i], 0.0f);
+    int count = 0;
+    for (int rank = 0; rank < player.size; ++rank) {
+      if (!plan.TakesPart(i, rank)) continue;
+      const std::vector<float> values = plan.Values(i, rank, second);
+      for (size_t at = 0; at < expected.size(); ++at) expected[at] += values[at];
+      ++count;
+    }
+    const std::vector<float>& found = second == 0 ? each.data : each.more;
+    // A joined rank counts in an average.
+    const float divisor =
+        kind == Plan::kAverage ? static_cast<float>(plan.joins ? player.size : count) : 1.0f;
+    for (size_t at = 0; at < expected.size(); ++at) {
+      CHECK_NEAR(found[at], expected[at] / divisor, 1e-4);
+    }
   }
 }
 
@@ -103,7 +140,7 @@ void Soak(Player& player) {
   for (auto& tries : rounds) {
     const Plan plan(shared, player.size);
     int64_t set = kWorldSet;
-    if (plan.in_set) {
+    if (plan.with_set) {
       std::vector<int32_t> ranks;
       for (int rank = 0; rank < player.size; ++rank) {
         if (rank != plan.left_out) ranks.push_back(rank);
@@ -118,10 +155,11 @@ void Soak(Player& player) {
                     : player.engine->StopTimeline(kTestTimeout));
       });
     }
-    const bool takes_part = !(plan.in_set || plan.joins) || player.rank != plan.left_out;
-    if (takes_part) {
-      std::array<size_t, kNames> order;
-      for (size_t i = 0; i < kNames; ++i) order[i] = i;
+    if (!plan.joins || player.rank != plan.left_out) {
+      std::vector<size_t> order;
+      for (size_t i = 0; i < kNames; ++i) {
+        if (plan.TakesPart(i, player.rank)) order.push_back(i);
+      }
       std::shuffle(order.begin(), order.end(), own);
       const auto half = [&](size_t begin, size_t end) {
         for (size_t at = begin; at < end; ++at) {
@@ -129,16 +167,15 @@ void Soak(Player& player) {
         }
         for (size_t at = begin; at < end; ++at) Look(player, plan, order[at], tries[order[at]]);
       };
-      const size_t cut = own() % (kNames + 1);
-      std::thread second(half, cut, kNames);
+      const size_t cut = own() % (order.size() + 1);
+      std::thread second(half, cut, order.size());
       half(0, cut);
       second.join();
       // Some ranks do not wait for this one.
       Try& last = lost[static_cast<size_t>(&tries - rounds.data())];
       last.data.assign(3, 1.0f);
       const std::string name = "lost" + std::to_string(&tries - rounds.data());
-      CHECK_OK(player.Submit(name, last.data, ReduceOp::kSum, &last.handle, false,
-                             static_cast<int32_t>(set)));
+      CHECK_OK(player.Submit(name, last.data, ReduceOp::kSum, &last.handle));
       if (own() % 2 == 0) {
         CHECK(player.handles->Release(last.handle));
       } else {
@@ -150,7 +187,7 @@ void Soak(Player& player) {
       CHECK_OK(player.Join(&last));
     }
     int64_t removed = 0;
-    if (plan.in_set) CHECK_OK(player.RemoveSet(set, &removed));
+    if (plan.with_set) CHECK_OK(player.RemoveSet(set, &removed));
     if (switching.joinable()) switching.join();
   }
   // After the barrier, the abandoned requests are complete.
@@ -174,6 +211,7 @@ TEST(everything_in_turn_on_several_hosts) {
   for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1, 0, 1}}) {
     for (int capacity : {4, 100}) PlayOn(hosts, Config(capacity), Soak);
   }
+  for (const Hosts& hosts : {Hosts{0, 1, 2}, Hosts{0, 1, 1, 1}}) PlayOn(hosts, Config(6), Soak);
 }
 
 }  // namespace

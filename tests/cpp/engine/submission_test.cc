@@ -1,7 +1,6 @@
 // Requests that are submitted and awaited together, as gradients are.
 #include <sched.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <map>
@@ -166,45 +165,6 @@ TEST(a_table_knows_requests_by_their_ids_while_none_is_in_flight) {
   table.Define(10, three, {});
   CHECK(table.RemoveSet(1).empty());
   CHECK(table.FindRecord(10) == nullptr && table.Find(key) == nullptr);
-}
-
-// Names are repeated in any order, with other shapes, and in process sets that come and go, while
-// the cache evicts most of them. All results are right.
-TEST(requests_made_again_are_right_whatever_was_forgotten_meanwhile) {
-  for (int capacity : {0, 3, 100}) {
-    EngineConfig config;
-    config.cache_capacity = capacity;
-    const unsigned seed = Seed();
-    Play(3, config, [&](Player& player) {
-      std::minstd_rand shared(seed), own(seed + static_cast<unsigned>(player.rank));
-      for (int round = 0; round < 40; ++round) {
-        int64_t set = kWorldSet;
-        const bool in_set = round % 5 == 4;
-        if (in_set) CHECK_OK(player.AddSet({0, 2}, &set));
-        const bool member = !in_set || player.rank != 1;
-        const float sum = in_set ? 4.0f : 6.0f;
-        std::array<std::vector<float>, 8> data;
-        std::array<int64_t, 8> handles{};
-        std::array<size_t, 8> order{0, 1, 2, 3, 4, 5, 6, 7};
-        for (auto& each : data) {
-          const bool changed = shared() % 6 == 0;
-          each.assign(changed ? 5 : 2, static_cast<float>(player.rank + 1));
-        }
-        std::shuffle(order.begin(), order.end(), own);
-        for (size_t i : order) {
-          if (!member) break;
-          CHECK_OK(player.Submit("t" + std::to_string(i), data[i], ReduceOp::kSum, &handles[i],
-                                 false, static_cast<int32_t>(set)));
-        }
-        for (size_t i = 0; i < data.size() && member; ++i) {
-          CHECK_OK(player.Wait(handles[i]));
-          for (float value : data[i]) CHECK_EQ(value, sum);
-        }
-        int64_t removed = 0;
-        if (in_set) CHECK_OK(player.RemoveSet(set, &removed));
-      }
-    });
-  }
 }
 
 TEST(the_loop_is_rung_once_until_it_looks) {
