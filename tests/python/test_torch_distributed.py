@@ -436,7 +436,8 @@ def case_destroy() -> None:
 test_case = session.on_ranks(globals(), 3, session="torch")
 
 SHARDED = """
-import tempfile, torch, torch.distributed as dist, torch.distributed.checkpoint as checkpoint
+import os, tempfile
+import torch, torch.distributed as dist, torch.distributed.checkpoint as checkpoint
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -485,7 +486,7 @@ rows = distribute_tensor(whole, mesh, [Shard(0)])
 assert torch.equal(rows.redistribute(mesh, [Replicate()]).to_local(), whole)
 assert torch.equal(rows.redistribute(mesh, [Shard(1)]).full_tensor(), whole)
 dist.destroy_process_group()
-print("rank", rank, "is done", flush=True)
+os.write(1, f"rank {rank} is done\\n".encode())  # at once, as both ranks have the same stdout
 """
 
 

@@ -79,7 +79,7 @@ def test_lightning(start: list[str], tmp_path: Path) -> None:
 
 
 METRICS = """
-import torch, torch.distributed as dist
+import os, torch, torch.distributed as dist
 from torchmetrics import MeanMetric, PearsonCorrCoef
 from torchmetrics.classification import BinaryAUROC
 
@@ -100,7 +100,7 @@ value(MeanMetric(), scores)                      # sums
 value(PearsonCorrCoef(), scores, labels.float())  # states that are combined by a function
 value(BinaryAUROC(), scores, labels)             # lists of samples, which differ in length
 dist.destroy_process_group()
-print("rank", rank, "is done", flush=True)
+os.write(1, f"rank {rank} is done\\n".encode())  # at once, as both ranks have the same stdout
 """
 
 
