@@ -70,6 +70,16 @@ struct Player {
     handles->Release(handle);
     return status;
   }
+  // Waits for a request, and takes its first result, if it has any.
+  Status Take(int64_t handle, ResultBuffer* result) {
+    Status status;
+    if (engine->Wait(handle, kTestTimeout, &status) != HandleState::kDone) {
+      return Status(Code::kInternal, "the test timed out");
+    }
+    static_cast<void>(handles->Take(handle, 0, result));
+    handles->Release(handle);
+    return status;
+  }
   Status Allreduce(const std::string& name, std::vector<float>& data, ReduceOp op = ReduceOp::kSum,
                    int32_t process_set = kWorldSet) {
     int64_t handle = 0;
@@ -88,15 +98,9 @@ struct Player {
     int64_t handle = 0;
     const Status submitted = Submit(std::move(entry), /*blocking=*/true, &handle);
     if (!submitted.ok()) return submitted;
-    Status status;
-    if (engine->Wait(handle, kTestTimeout, &status) != HandleState::kDone) {
-      return Status(Code::kInternal, "the test timed out");
-    }
     ResultBuffer result;
-    if (status.ok() && handles->Take(handle, 0, &result).ok()) {
-      *number = *static_cast<const int64_t*>(result.data());
-    }
-    handles->Release(handle);
+    const Status status = Take(handle, &result);
+    if (result.data() != nullptr) *number = *static_cast<const int64_t*>(result.data());
     return status;
   }
   Status AddSet(std::vector<int32_t> ranks, int64_t* id) {

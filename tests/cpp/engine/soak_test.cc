@@ -84,12 +84,8 @@ void Send(Player& player, const Plan& plan, size_t i, int32_t set, Try* each) {
 }
 
 void LookAtGathered(Player& player, const Plan& plan, size_t i, int64_t handle) {
-  Status status;
-  CHECK(player.engine->Wait(handle, kTestTimeout, &status) == HandleState::kDone);
-  CHECK_OK(status);
   ResultBuffer result;
-  CHECK_OK(player.handles->Take(handle, 0, &result));
-  player.handles->Release(handle);
+  CHECK_OK(player.Take(handle, &result));
   std::vector<float> expected;
   for (int rank = 0; rank < player.size; ++rank) {
     if (!plan.TakesPart(i, rank)) continue;
