@@ -179,7 +179,7 @@ state = elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0, total=np.zer
 state.save_to(path, every=4)
 
 
-def show(*words):  # in one write: torchrun makes stdout unbuffered, and both ranks have the same
+def show(*words):  # in one write: both ranks share stdout, which torchrun leaves unbuffered
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
 

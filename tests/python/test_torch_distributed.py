@@ -486,7 +486,7 @@ rows = distribute_tensor(whole, mesh, [Shard(0)])
 assert torch.equal(rows.redistribute(mesh, [Replicate()]).to_local(), whole)
 assert torch.equal(rows.redistribute(mesh, [Shard(1)]).full_tensor(), whole)
 dist.destroy_process_group()
-os.write(1, f"rank {rank} is done\\n".encode())  # at once, as both ranks have the same stdout
+os.write(1, f"rank {rank} is done\\n".encode())  # in one write: ranks share stdout
 """
 
 

@@ -100,7 +100,7 @@ value(MeanMetric(), scores)                      # sums
 value(PearsonCorrCoef(), scores, labels.float())  # states that are combined by a function
 value(BinaryAUROC(), scores, labels)             # lists of samples, which differ in length
 dist.destroy_process_group()
-os.write(1, f"rank {rank} is done\\n".encode())  # at once, as both ranks have the same stdout
+os.write(1, f"rank {rank} is done\\n".encode())  # in one write: ranks share stdout
 """
 
 

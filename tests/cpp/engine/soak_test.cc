@@ -60,12 +60,12 @@ struct Plan {
   std::array<size_t, kNames> elements;
 };
 
-struct Try {
+struct Submitted {
   std::vector<float> data, more;
   int64_t handle = 0;
 };
 
-void Send(Player& player, const Plan& plan, size_t i, int32_t set, Try* each) {
+void SubmitTensor(Player& player, const Plan& plan, size_t i, int32_t set, Submitted* each) {
   const std::string name = "t" + std::to_string(i);
   if (!plan.in_set[i]) set = kWorldSet;
   each->data = plan.Values(i, player.rank);
@@ -83,7 +83,7 @@ void Send(Player& player, const Plan& plan, size_t i, int32_t set, Try* each) {
   CHECK_OK(player.Submit(std::move(entry), false, &each->handle));
 }
 
-void LookAtGathered(Player& player, const Plan& plan, size_t i, int64_t handle) {
+void CheckGathered(Player& player, const Plan& plan, size_t i, int64_t handle) {
   ResultBuffer result;
   CHECK_OK(player.Take(handle, &result));
   std::vector<float> expected;
@@ -97,9 +97,9 @@ void LookAtGathered(Player& player, const Plan& plan, size_t i, int64_t handle) 
         std::equal(expected.begin(), expected.end(), values));
 }
 
-void Look(Player& player, const Plan& plan, size_t i, Try& each) {
+void CheckResult(Player& player, const Plan& plan, size_t i, Submitted& each) {
   const int kind = plan.kinds[i];
-  if (kind == Plan::kGather) return LookAtGathered(player, plan, i, each.handle);
+  if (kind == Plan::kGather) return CheckGathered(player, plan, i, each.handle);
   const Status status = player.Wait(each.handle);
   if (i == 0 && plan.wrong >= 0 && plan.TakesPart(i, plan.wrong)) {
     CHECK(status.code() == Code::kMismatch);
@@ -129,8 +129,8 @@ void Look(Player& player, const Plan& plan, size_t i, Try& each) {
 void Soak(Player& player) {
   const unsigned seed = Seed();
   std::minstd_rand shared(seed), own(seed + 1 + static_cast<unsigned>(player.rank));
-  std::vector<std::array<Try, kNames>> rounds(kRounds);
-  std::vector<Try> lost(kRounds);
+  std::vector<std::array<Submitted, kNames>> rounds(kRounds);
+  std::vector<Submitted> lost(kRounds);
   bool timeline = false;
   const std::string path = std::string(P_tmpdir) + "/hororing_soak." + std::to_string(getpid());
   for (auto& tries : rounds) {
@@ -159,16 +159,17 @@ void Soak(Player& player) {
       std::shuffle(order.begin(), order.end(), own);
       const auto half = [&](size_t begin, size_t end) {
         for (size_t at = begin; at < end; ++at) {
-          Send(player, plan, order[at], static_cast<int32_t>(set), &tries[order[at]]);
+          SubmitTensor(player, plan, order[at], static_cast<int32_t>(set), &tries[order[at]]);
         }
-        for (size_t at = begin; at < end; ++at) Look(player, plan, order[at], tries[order[at]]);
+        for (size_t at = begin; at < end; ++at)
+          CheckResult(player, plan, order[at], tries[order[at]]);
       };
       const size_t cut = own() % (order.size() + 1);
       std::thread second(half, cut, order.size());
       half(0, cut);
       second.join();
       // Some ranks do not wait for this one.
-      Try& last = lost[static_cast<size_t>(&tries - rounds.data())];
+      Submitted& last = lost[static_cast<size_t>(&tries - rounds.data())];
       last.data.assign(3, 1.0f);
       const std::string name = "lost" + std::to_string(&tries - rounds.data());
       CHECK_OK(player.Submit(name, last.data, ReduceOp::kSum, &last.handle));
