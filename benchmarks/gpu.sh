@@ -4,10 +4,9 @@
 #   benchmarks/gpu.sh [FOLDER]     results, by default benchmarks/results
 #   FAKE_GPU=build/editable/libfake_gpu.so benchmarks/gpu.sh FOLDER     without a GPU: checks that it runs
 #
-# The first parts need the least: C++ programs that use the driver and NCCL need only CMake and a
-# compiler. The next parts need torch for CUDA and Python (PYTHON, else python3); hororun starts
-# several ranks. The script builds what is missing, in place, without a download. It reports a part
-# that fails, runs out of time or lacks something, and continues; the exit code is then 1.
+# Needs torch for CUDA and Python (PYTHON, else python3); hororun starts several ranks. The script
+# builds what is missing, in place, without a download. It reports a part that fails, runs out of
+# time or lacks something, and continues; the exit code is then 1.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
@@ -20,11 +19,9 @@ python=${PYTHON:-$(command -v python3 || command -v python)}
 quick=()
 soak_s=8
 worlds=(2 4)
-driver=${HORORING_CUDA_LIBRARY:-libcuda.so.1}
 if [[ -n "${FAKE_GPU:-}" ]]; then
   FAKE_GPU=$(realpath "$FAKE_GPU")
   export FAKE_GPU HORORING_CUDA_LIBRARY=$FAKE_GPU HORORING_NCCL_LIBRARY=$FAKE_GPU
-  driver=$FAKE_GPU
   quick=(--quick)
   soak_s=2
   worlds=(2)
@@ -59,33 +56,12 @@ part() {
   [[ $code -eq 0 ]] || failed=1
 }
 
-built() { find build/gpu build/editable -name "$1" -type f 2> /dev/null | head -n 1; }
 tells() {
   timeout $((SECONDS < MOST_SECONDS ? MOST_SECONDS - SECONDS : 1)) "$python" -c "$1" 2> /dev/null
 }
 can() { tells "$1" > /dev/null; }
 
 part machine 30 bash -c 'date -u; nvidia-smi; free -g; nproc; true'
-
-if [[ -z "${FAKE_GPU:-}" && -z "$(built bench_gpu_core)" ]]; then
-  part build-core 150 bash -c 'cmake -S . -B build/gpu -DCMAKE_BUILD_TYPE=Release \
-    -DHORORING_MPICC=OFF && cmake --build build/gpu --parallel \
-    --target bench_gpu_core bench_gpu_pack'
-fi
-nccl=${HORORING_NCCL_LIBRARY:-$(tells \
-  'import runpy; print(runpy.run_path("hororing/nccl.py")["libraries"]())')}
-core=$(built bench_gpu_core)
-pack=$(built bench_gpu_pack)
-if [[ -n "$core" ]]; then
-  part core 60 "$core" "$driver" "${nccl:-libnccl.so.2}"
-else
-  echo "== core: not built; cmake --build build/editable --target bench_gpu_core"
-fi
-if [[ -n "$pack" ]]; then
-  part pack 30 "$pack" "$driver" ${quick[@]+"${quick[@]}"}
-else
-  echo "== pack: not built; cmake --build build/editable --target bench_gpu_pack"
-fi
 
 if ! can 'import hororing.numpy'; then
   part build 150 "$python" setup.py --quiet build_ext --inplace

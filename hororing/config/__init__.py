@@ -16,7 +16,7 @@ from typing import Any
 
 from hororing import launch
 from hororing.config import horovod_variables
-from hororing.config.forms import BYTES, CORES, FUSION, LEVELS, STEPS, BadText
+from hororing.config.forms import CORES, LEVELS, STEPS, BadText
 from hororing.config.knobs import KNOBS, PREFIX, Alias, Knob
 
 
@@ -87,22 +87,8 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
     env = os.environ if environ is None else environ
     _refuse_unknown(env)
     settings = {knob.name: _read(knob, env) for knob in KNOBS}
-    _threshold(settings)
     _timeline_steps(settings)
     return Config(settings)
-
-
-# FUSION may be a single threshold.
-def _threshold(settings: dict[str, Setting]) -> None:
-    fusion, threshold = settings["FUSION"], settings["FUSION_BYTES"]
-    if isinstance(fusion.value, str):
-        return
-    if threshold.source == PREFIX + "FUSION_BYTES" and threshold.value != fusion.value:
-        raise ValueError(
-            f"{fusion.source}={FUSION.show(fusion.value)} contradicts {threshold.source}="
-            f"{BYTES.show(threshold.value)}: set one of them"
-        )
-    settings["FUSION_BYTES"] = fusion
 
 
 def _timeline_steps(settings: Mapping[str, Setting]) -> None:

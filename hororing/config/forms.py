@@ -104,10 +104,6 @@ def _parse_level(text: str) -> str:
     return name
 
 
-def _parse_fusion(text: str) -> str | int:
-    return "ready" if text.lower() == "ready" else _parse_bytes(text)
-
-
 def _parse_steps(text: str) -> tuple[int, int]:
     first, colon, last = text.partition(":")
     steps = parse_number(first, int, 1, 2**62), parse_number(last, int, 1, 2**62)
@@ -128,11 +124,6 @@ CORES = Form(
     "core numbers separated by commas, one for each rank of a host",
     _parse_cores,
     lambda cores: ",".join(map(str, cores)),
-)
-FUSION = Form(
-    f"ready, or {BYTES.accepted}",
-    _parse_fusion,
-    lambda value: value if isinstance(value, str) else _show_bytes(value),
 )
 STEPS = Form(
     "FROM:TO, whole numbers from 1, such as 100:110",

@@ -14,7 +14,6 @@ from hororing.config.forms import (
     BOOL,
     BYTES,
     CORES,
-    FUSION,
     LEVEL,
     NETWORKS,
     PATH,
@@ -91,14 +90,6 @@ _SECONDS = number(0, 1e9)
 _COUNT = integer(0, 2**31 - 1)
 
 KNOBS: tuple[Knob, ...] = (
-    Knob(
-        "FUSION",
-        FUSION,
-        "ready",
-        "which tensors are reduced together; ready: those that are ready, up to FUSION_BYTES; a "
-        "number of bytes: the same, with that as FUSION_BYTES",
-        scope="all",
-    ),
     Knob(
         "FUSION_BYTES",
         BYTES,

@@ -51,7 +51,6 @@ def test_bytes_with_and_without_units(text: str, expected: int):
 @pytest.mark.parametrize(
     ("variable", "text"),
     [
-        ("HORORING_FUSION", "plan"),
         ("HORORING_FUSION_BYTES", "64 MegaBytes"),
         ("HORORING_FUSION_BYTES", "-1"),
         ("HORORING_FUSION_BYTES", "0.5"),
@@ -173,23 +172,6 @@ def test_other_variables_without_a_meaning_share_one_line_that_has_no_values():
         )
     ]
     assert config.horovod_notes({}) == []
-
-
-def test_fusion_is_a_rule_or_a_threshold():
-    assert config.load({})["FUSION"] == "ready"
-    assert config.load({"HORORING_FUSION": "READY"})["FUSION"] == "ready"
-    loaded = config.load({"HORORING_FUSION": "4MiB", "HOROVOD_FUSION_THRESHOLD": "7"})
-    assert loaded["FUSION"] == loaded["FUSION_BYTES"] == 4 * 2**20
-    assert loaded.settings["FUSION_BYTES"].source == "HORORING_FUSION"
-    both = config.load({"HORORING_FUSION": "ready", "HORORING_FUSION_BYTES": "1MiB"})
-    assert (both["FUSION"], both["FUSION_BYTES"]) == ("ready", 2**20)
-
-
-def test_two_thresholds_that_differ_are_an_error():
-    same = {"HORORING_FUSION": "4MiB", "HORORING_FUSION_BYTES": "4194304"}
-    assert config.load(same)["FUSION_BYTES"] == 4 * 2**20
-    with pytest.raises(ValueError, match=r"HORORING_FUSION=4MiB contradicts HORORING_FUSION_BYTES"):
-        config.load({**same, "HORORING_FUSION_BYTES": "1MiB"})
 
 
 def test_steps_of_a_timeline_without_a_file_are_an_error():

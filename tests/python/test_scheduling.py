@@ -1,4 +1,4 @@
-"""What is reduced together, and when: the rules of HORORING_FUSION, statistics."""
+"""What is reduced together, and when; statistics."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def reduce_step(step: int, names: list[str]) -> None:
 def case_every_rule_gives_the_same_results():
     names = [f"layer{i}" for i in range(12)]
     for knobs in (
-        {"FUSION": "ready"},
-        {"FUSION": "ready", "CYCLE_TIME_MS": 0},
-        {"FUSION": "4KiB"},
-        {"FUSION": "0"},
+        {},
+        {"CYCLE_TIME_MS": 0},
+        {"FUSION_BYTES": "4KiB"},
+        {"FUSION_BYTES": "0"},
         {"CACHE_CAPACITY": 4},
         {"BACKEND": "host"},
         {"REPRODUCIBLE": 1, "BACKEND": "host"},
