@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= $(shell nproc)
 BIN := $(CURDIR)/$(VENV)/bin
-SOURCES := hororing hororing_torch_backend.py buildtools packaging setup.py tests/python examples benchmarks
+SOURCES := hororing hororing_torch_backend.py tools packaging setup.py tests/python examples benchmarks
 
 # Tests of `make test-tensorflow TF=2.19.1`, and their environment.
 TF ?= 2.19.1
@@ -98,7 +98,8 @@ lint: $(VENV)/.dev typecheck  ## everything that pre-commit checks
 	ruff format --check $(wildcard $(SOURCES))
 	git ls-files -co --exclude-standard '*.cc' '*.h' '*.inc' | xargs clang-format --dry-run -Werror
 	codespell $$(git ls-files -co --exclude-standard)
-	if command -v hadolint >/dev/null; then hadolint -c docker/hadolint.yaml docker/*.Dockerfile; fi
+	python tools/lint_prose.py
+	if command -v hadolint >/dev/null; then hadolint -c packaging/docker/hadolint.yaml packaging/docker/*.Dockerfile; fi
 
 typecheck: $(VENV)/.dev  ## mypy, strict
 	mypy
@@ -134,7 +135,7 @@ bench-mpich: build
 # dependencies, and most have them.
 bench-horovod: build  ## Horovod, built from its sdist into build/horovod
 	$(BIN)/pip install --quiet cffi cloudpickle packaging psutil pyyaml
-	$(BIN)/python buildtools/build_horovod.py $(HOROVOD) $(JOBS)
+	$(BIN)/python tools/build_horovod.py $(HOROVOD) $(JOBS)
 
 # The viewer's picture needs Chromium, and npm the first time (tests/python/timeline_viewer.py).
 pictures: build  ## all pictures of the pages, drawn again from committed results
@@ -144,10 +145,10 @@ pictures: build  ## all pictures of the pages, drawn again from committed result
 	python benchmarks/timeline_plot.py
 
 kernels: $(VENV)/.dev  ## csrc/gpu/kernels.inc from kernels.cu, with nvcc: NVCC=/usr/local/cuda/bin/nvcc
-	python buildtools/kernels.py $(NVCC)
+	python tools/kernels.py $(NVCC)
 
 wheel: $(VENV)/bin/python  ## dist/: sdist, and a wheel for every MPI and Python
-	$(BIN)/python buildtools/make_wheel.py
+	$(BIN)/python packaging/wheel/make_wheel.py
 
 docs: build  ## docs/configuration.md from the table of knobs
 	python -m hororing config --markdown > docs/configuration.md.new
@@ -158,8 +159,8 @@ docs-site: build  ## build/site: all pages, and the public names from their docs
 	  'mkdocs==1.6.1' 'mkdocs-material==9.8.2' 'mkdocstrings[python]==1.0.8'
 	python -m mkdocs build --strict
 
-walk: build  ## docs/walk.md: the functions on one gradient's path, from a trace
-	python benchmarks/walk.py
+walk: build  ## build/walk.md: the functions on one gradient's path, from a trace
+	python tools/walk.py
 
 clean:  ## everything that was built, the environment too
 	rm -rf build dist *.egg-info hororing/lib hororing/_*.abi3.so $(VENV)

@@ -25,7 +25,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT / "buildtools"))
+sys.path.insert(0, str(ROOT / "packaging/wheel"))
 
 import core_ffi  # noqa: E402
 import machine  # noqa: E402

@@ -231,7 +231,7 @@ def test_the_pages_show_the_committed_results():
 
 
 def test_edits_of_horovod_are_all_made_or_none(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "buildtools")
+    monkeypatch.syspath_prepend(ROOT / "tools")
     build = importlib.import_module("build_horovod")
     edits = (
         build.Edit("a", "14", "17"),

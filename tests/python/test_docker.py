@@ -29,7 +29,7 @@ print("sum", int(hvd.allreduce(np.int64(hvd.rank() + 1), op=hvd.Sum)))
 
 def instructions(image: str) -> list[tuple[str, str]]:
     """Return (FROM, debian...), (RUN, ...), ... with continuation lines joined."""
-    text = (ROOT / "docker" / f"{image}.Dockerfile").read_text()
+    text = (ROOT / "packaging/docker" / f"{image}.Dockerfile").read_text()
     text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
     return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line]
 
@@ -103,16 +103,18 @@ def test_the_recipe_gives_an_environment_in_which_mpirun_works(tmp_path: Path):
 
 
 def test_two_containers_are_two_hosts_of_one_job():
-    job = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
+    job = yaml.safe_load((ROOT / "packaging/docker" / "compose.yaml").read_text())
     hosts = job["services"]
     assert set(hosts) == {"host1", "host2"}
     for name, host in hosts.items():
         assert host["hostname"] == name
         assert host["shm_size"] == "1gb"  # Docker's own 64 MiB is less than init() accepts
         assert host["volumes"] == ["keys:/home/hororing/.ssh"]
-        assert (ROOT / "docker" / host["build"]["context"] / host["build"]["dockerfile"]).exists()
+        assert (
+            ROOT / "packaging/docker" / host["build"]["context"] / host["build"]["dockerfile"]
+        ).exists()
     words = shlex.split(hosts["host1"]["command"])
     assert words[: words.index("--")] == ["hororing-host", "run", "host2"]
     assert (ROOT / words[-1]).exists()
     assert shlex.split(hosts["host2"]["command"]) == ["hororing-host", "serve"]
-    shell(f"sh -n {shlex.quote(str(ROOT / 'docker' / 'host'))}")
+    shell(f"sh -n {shlex.quote(str(ROOT / 'packaging/docker/host'))}")

@@ -15,7 +15,7 @@ import pytest
 from hororing import nccl
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "buildtools"))
+sys.path.insert(0, str(ROOT / "tools"))
 
 import kernels  # noqa: E402
 

@@ -68,7 +68,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (sources / name).parent.mkdir(parents=True, exist_ok=True)
             (sources / name).write_bytes((ROOT / name).read_bytes())
     made = folder / "dist"
-    script = sources / "buildtools/make_wheel.py"
+    script = sources / "packaging/wheel/make_wheel.py"
     command(sys.executable, script, made, "--mpi", folder / "mpi")
     return made
 
@@ -103,7 +103,7 @@ def test_one_wheel_serves_every_python_and_every_mpi(wheel: Path, tmp_path: Path
 def test_the_sdist_holds_what_makes_the_wheel(dist: Path):
     (sdist,) = dist.glob("*.tar.gz")
     listed = command("tar", "-tf", sdist)
-    for name in ("Makefile", "CMakeLists.txt", "buildtools/make_wheel.py", "csrc/capi/hororing.h"):
+    for name in ("Makefile", "CMakeLists.txt", "packaging/wheel/make_wheel.py", "csrc/capi/hororing.h"):
         assert f"/{name}\n" in listed
 
 

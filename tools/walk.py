@@ -1,4 +1,4 @@
-"""Generate docs/walk.md: the functions that one gradient passes through, from a trace.
+"""Write build/walk.md: the functions that one gradient passes through, from a trace.
 
     $ make walk
 
@@ -32,7 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "walk"
-PAGE = ROOT / "docs" / "walk.md"
+PAGE = ROOT / "build" / "walk.md"
 LEFT_OUT = ("csrc/base/", "csrc/trace/", "csrc/transport/", "csrc/negotiation/codec")
 STEPS = 12
 TRACES = 3
@@ -242,15 +242,15 @@ def count_functions(threads: dict[int, list[Function]]) -> int:
 
 
 def page(worlds: dict[str, dict[int, list[Function]]]) -> str:
-    """Return the text of docs/walk.md."""
+    """Return the text of the page."""
     about = (
-        "`make walk` generates this page from a trace (`benchmarks/walk.py`). It lists the "
+        "`make walk` generates this page from a trace (`tools/walk.py`). It lists the "
         "functions that rank 0 enters between the call of `backward()` and its return, in a step "
         "after the first ones, for a model with one parameter. Each function counts once, where "
         "its thread first entered it; consecutive functions of a file share a row. Left out are "
         "functions of headers, constructors and destructors, and what only carries bytes or notes "
         "times: `csrc/base`, `csrc/trace`, `csrc/transport` and the codec of messages. "
-        "[architecture.md](architecture.md) explains the stages."
+        "docs/architecture.md explains the stages."
     )
     text = ["# The walk of one gradient", "", *textwrap.wrap(about, 120)]
     for world, threads in worlds.items():

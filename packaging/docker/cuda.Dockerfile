@@ -1,7 +1,7 @@
 # hororing for NVIDIA GPUs: mpirun, PyTorch with CUDA and NCCL, the examples. The driver's library
 # comes from the host, through NVIDIA's container toolkit; CUDA's runtime and NCCL come with torch.
 #
-#   docker build -f docker/cuda.Dockerfile -t hororing:cuda .
+#   docker build -f packaging/docker/cuda.Dockerfile -t hororing:cuda .
 #   docker run --rm --gpus all hororing:cuda                # python -m hororing info
 #   docker run --rm --gpus all --shm-size=1g hororing:cuda mpirun -np 8 python train.py
 #
@@ -27,7 +27,7 @@ RUN python3 -m venv /opt/hororing \
  && rm -rf /wheels
 RUN useradd --create-home --uid 10001 hororing \
  && install -d -o hororing -m 700 /home/hororing/.ssh
-COPY --chmod=755 docker/host /usr/local/bin/hororing-host
+COPY --chmod=755 packaging/docker/host /usr/local/bin/hororing-host
 COPY --chown=hororing examples /home/hororing/examples
 
 # More processes than cores, and room for the engine's thread (docs/troubleshooting.md).

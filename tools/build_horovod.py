@@ -1,6 +1,6 @@
 """Horovod for the benchmarks: its last release from PyPI, with this environment's torch and MPI.
 
-    python buildtools/build_horovod.py build/horovod [JOBS]    # or: make bench-horovod
+    python tools/build_horovod.py build/horovod [JOBS]    # or: make bench-horovod
 
 There is no wheel, and the release is older than the torch and CMake of today. EDITS are all that it
 needs to compile, with the reason of each; what it does is not touched. It is built as its own
