@@ -1,4 +1,5 @@
-# See `make help`. Needs Python 3.10 to 3.13, a C++17 compiler, make and pip.
+# See `make help`. Needs Python 3.10 to 3.14 (TensorFlow in dev-all: to 3.13), a C++17 compiler, make
+# and pip.
 #
 #   PYTHON=python3.12 make test    another interpreter
 #   MPICC=/opt/mpi/bin/mpicc make  another MPI than the one in PATH or from pip
@@ -13,6 +14,10 @@ SOURCES := hororing hororing_torch_backend.py tools packaging setup.py tests/pyt
 TF ?= 2.19.1
 OTHER := $(CURDIR)/build/tensorflow-$(TF)
 TENSORFLOW_TESTS := $(wildcard tests/python/test_tensorflow_*.py)
+
+# The environment of `make lint`.
+LINT := $(CURDIR)/build/lint
+lint format: export PATH := $(LINT)/bin:$(PATH)
 
 # Where `make bench` keeps MPICH, and Horovod.
 MPICH := $(CURDIR)/build/mpich
@@ -42,7 +47,7 @@ PYTEST := -n $(JOBS)
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev build programs test test-all test-cpp test-py test-tensorflow tsan asan soak lint format typecheck bench bench-mpich bench-horovod simulate pictures kernels wheel docs docs-site walk clean
+.PHONY: help demo dev dev-all build programs test test-all test-cpp test-py test-tensorflow tsan asan soak lint format typecheck bench bench-mpich bench-horovod simulate pictures kernels wheel docs docs-site walk clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,7 +55,10 @@ help:  ## this list
 demo: $(VENV)/.demo  ## train a CNN on real digits with two processes
 	hororun -np 2 python examples/torch_digits.py
 
-dev: $(VENV)/.dev  ## .venv with all tools, the package built in place
+dev: $(VENV)/.dev  ## .venv with PyTorch and the tests' tools, the package built in place
+	@echo "now: source $(VENV)/bin/activate"
+
+dev-all: $(VENV)/.dev-all  ## also TensorFlow, Keras, JAX and what the full tier uses: gigabytes
 	@echo "now: source $(VENV)/bin/activate"
 
 build: $(VENV)/.dev  ## build the core in place again
@@ -93,18 +101,22 @@ soak: build  ## random schedules of collectives, then jobs with injected failure
 	python tests/python/nemesis.py --minutes 10
 	if bash tests/hosts.sh --check; then python tests/python/nemesis.py --minutes 10 --hosts 3; fi
 
-lint: $(VENV)/.dev typecheck  ## everything that pre-commit checks
+# mypy without the frameworks' types; `make typecheck` has them, and is stricter.
+lint: $(LINT)/.ready  ## style, types and prose: an environment of its own, without frameworks or a build
 	ruff check $(wildcard $(SOURCES))
 	ruff format --check $(wildcard $(SOURCES))
 	git ls-files -co --exclude-standard '*.cc' '*.h' '*.inc' | xargs clang-format --dry-run -Werror
 	codespell $$(git ls-files -co --exclude-standard)
-	python tools/lint_prose.py
+	$(LINT)/bin/python tools/lint_prose.py
+	mypy --cache-dir $(LINT)/mypy --python-executable $(LINT)/bin/python --allow-subclassing-any \
+	  --allow-untyped-decorators --no-warn-return-any --no-warn-unused-ignores
+	shellcheck --severity=warning $$(git ls-files '*.sh' .ci/run)
 	if command -v hadolint >/dev/null; then hadolint -c packaging/docker/hadolint.yaml packaging/docker/*.Dockerfile; fi
 
-typecheck: $(VENV)/.dev  ## mypy, strict
-	mypy
+typecheck: $(VENV)/.dev  ## mypy, strict, with the types of PyTorch
+	$(BIN)/mypy
 
-format: $(VENV)/.dev  ## ruff and clang-format, in place
+format: $(LINT)/.ready  ## ruff and clang-format, in place
 	ruff check --fix $(wildcard $(SOURCES))
 	ruff format $(wildcard $(SOURCES))
 	git ls-files -co --exclude-standard '*.cc' '*.h' '*.inc' | xargs clang-format -i
@@ -176,10 +188,16 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
 	touch $@
 
 # CMake first, so that it already builds here: after another one it would compile everything again.
-$(VENV)/.dev: $(VENV)/bin/python pyproject.toml
+$(VENV)/.dev $(VENV)/.dev-all: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install 'cmake>=3.20'
-	$(TESTING) $(BIN)/python -m pip install --editable '.[dev]'
-	touch $@ $(VENV)/.demo
+	$(TESTING) $(BIN)/python -m pip install --editable '.[$(@:$(VENV)/.%=%)]'
+	touch $@ $(VENV)/.dev $(VENV)/.demo
+
+$(LINT)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(LINT)
+	$(LINT)/bin/python tools/requirements.py lint > $(LINT)/requirements.txt
+	$(LINT)/bin/python -m pip install --quiet -r $(LINT)/requirements.txt
+	touch $@
 
 $(OTHER)/.ready: $(VENV)/bin/python
 	$(BIN)/python -m venv $(OTHER)

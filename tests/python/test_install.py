@@ -103,7 +103,7 @@ def test_one_wheel_serves_every_python_and_every_mpi(wheel: Path, tmp_path: Path
 def test_the_sdist_holds_what_makes_the_wheel(dist: Path):
     (sdist,) = dist.glob("*.tar.gz")
     listed = command("tar", "-tf", sdist)
-    for name in ("Makefile", "CMakeLists.txt", "packaging/wheel/make_wheel.py", "csrc/capi/hororing.h"):
+    for name in ("Makefile", "CMakeLists.txt", "packaging/wheel/backend.py", "csrc/capi/process.h"):
         assert f"/{name}\n" in listed
 
 

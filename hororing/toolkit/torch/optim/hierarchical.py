@@ -30,6 +30,7 @@ from hororing.torch.ops import allreduce
 class Hierarchical(Averaging):
     """The mixin of optimizers of hierarchical SGD."""
 
+    param_groups: list[dict[str, Any]]
     _late: Sequence[torch.Tensor]  # not updated in backward
 
     def _become_distributed(self, passes: int, extra: Sequence[tuple[str, torch.Tensor]]) -> None:
