@@ -4,7 +4,7 @@
 //   callers      Submit -> TensorTable, wake the loop (engine/mailbox.h)     Wait -> HandleTable
 //   the loop     report -> NEGOTIATE -> agreement -> PLAN .. COMPLETE (engine/loop.h)
 //
-// If the loop's thread is asleep, a caller in Wait runs the loop (ADR 0012).
+// If the loop's thread is asleep, a caller in Wait runs the loop (ADR 12).
 //
 // States: Starting -> Running -> Stopped (some rank shut down) or Failed (a peer was lost, or
 // worse). In the last two every request fails at once, with the reason.

@@ -3,7 +3,7 @@
 // Event-driven: it sleeps until a request is submitted, a control message arrives or a deadline
 // passes. There is no fixed cycle, unlike Horovod's background loop; `cycle_time` only bounds how
 // long requests are held for fusion. The loop runs on the engine's thread. If the transport permits
-// it, a caller that waits for a request runs it, which saves two thread switches (ADR 0012).
+// it, a caller that waits for a request runs it, which saves two thread switches (ADR 12).
 //
 // Thread-safety: every call REQUIRES Engine::progress_mutex_, on any thread.
 #pragma once

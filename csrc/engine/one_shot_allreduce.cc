@@ -1,4 +1,4 @@
-// Engine: small allreduces through shared memory, without the coordinator (ADR 0033).
+// Engine: small allreduces through shared memory, without the coordinator (ADR 33).
 //
 // A report and an agreement ensure that all ranks make the same request at the same time. The
 // exchange ensures both, because a rank's signature contains its whole request. If the signatures

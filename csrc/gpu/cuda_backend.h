@@ -1,5 +1,5 @@
 // CudaBackend: batches of tensors on CUDA devices, for one process set. They go through NCCL if
-// every rank has it and a device of its own, otherwise through host memory (ADR 0023).
+// every rank has it and a device of its own, otherwise through host memory (ADR 23).
 //
 // The ranks agree on one of the two at the first batch. Run returns when all work is in the
 // device's private stream, followed by an event (`done`). Poll reports later failures.

@@ -1,4 +1,4 @@
-// Library: functions of a shared library that is found at run time (ADR 0023).
+// Library: functions of a shared library that is found at run time (ADR 23).
 //
 // Opened libraries are never closed: their threads and exit handlers live as long as the process.
 #pragma once

@@ -1,4 +1,4 @@
-// Codec: the bytes of negotiation messages, hand-written (ADR 0008): integers are LEB128 (zigzag
+// Codec: the bytes of negotiation messages, hand-written (ADR 8): integers are LEB128 (zigzag
 // where they may be negative), doubles eight bytes little-endian, strings length-prefixed. All
 // ranks run the same version, which they compare at init.
 //

@@ -11,7 +11,7 @@
 //      mention it any more (every member of its set has applied the eviction, or has joined).
 //   4. After a kLeave or kAbort nothing more is decided.
 //   5. All process sets share one order of decisions, and every rank carries out those that concern
-//      it in that order. So overlapping sets cannot wait for one another in a cycle (ADR 0013).
+//      it in that order. So overlapping sets cannot wait for one another in a cycle (ADR 13).
 //
 // Cost: O(1) per reported tensor and rank. Nothing is proportional to tensors that no rank reports,
 // except for requests that a join completes. A report by id needs no name and no memory: about ten

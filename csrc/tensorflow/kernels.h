@@ -9,7 +9,7 @@
 //                                       operations are not merged
 //   HororingWait   handles -> results   stateful; blocks no thread of the inter-op pool
 //
-// See docs/adr/0014-tensorflow-plug-in.md and 0040-waits-in-graphs-block-no-thread.md.
+// See ADR 14 and ADR 40.
 #pragma once
 
 #include <string>

@@ -1,6 +1,6 @@
 // Subgroup: some ranks of a transport as a separate transport over the same wires.
 //
-// Correct because of how it is used (ADR 0013): all ranks carry out the batches of all process sets
+// Correct because of how it is used (ADR 13): all ranks carry out the batches of all process sets
 // in one order, so the messages of any two ranks match in the order in which they are posted, for
 // whichever subgroup. It has only a data plane; negotiation has one control plane for all.
 #pragma once

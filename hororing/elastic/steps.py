@@ -11,7 +11,7 @@ since the mark again, to update its own values, and `take` leaves the parameters
 *replayed*.
 
 In a step, ranks also start to share their updates about hosts and processes; all have them at the
-end of the next one, and no rank waits. docs/adr/0052-steps-of-elastic-training.md has the reasons.
+end of the next one, and no rank waits. ADR 52 has the reasons.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// A small test harness (ADR 0009): TEST registers a case, CHECK* record failures and go on, and
+// A small test harness (ADR 9): TEST registers a case, CHECK* record failures and go on, and
 // main() (check_main.cc) runs all cases, those of one file, or those whose names contain a word.
 //
 //   ./engine_tests                       all
