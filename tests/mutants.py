@@ -4,8 +4,8 @@
 
 copies the tree into build/mutants/source, builds it there, and runs the tests of the chosen faults,
 which must pass. Then, for each fault (all, or those named), it seeds the fault, builds, runs the
-fault's tests, which must fail, and removes the fault. It prints an item of docs/testing.md for
-each. A fault that does not compile, or makes a C++ test hang, counts as not caught.
+fault's tests, which must fail, and removes the fault. It prints the test that noticed each. A fault
+that does not compile, or makes a C++ test hang, counts as not caught.
 """
 
 from __future__ import annotations
