@@ -1,7 +1,7 @@
 """Markdown tables of the results of benchmarks/bench.py.
 
     python benchmarks/table.py              # print them
-    python benchmarks/table.py --write      # write results/bench.md and the pages of docs
+    python benchmarks/table.py --write      # write pages of docs, and the rest to results/bench.md
     python benchmarks/table.py --check      # exit code 1 if a page is out of date
 
 Every figure is the median over a contestant's series. A peer's cell is its time divided by
@@ -369,11 +369,14 @@ def main() -> None:
     options = parser.parse_args()
     path = Path(options.file)
     report = json.loads(path.read_text())
+    tables = sections(report)
+    if options.write:
+        pages = "".join(part_of(report) for part_of in PAGES.values())
+        tables = {title: table for title, table in tables.items() if table not in pages}
     whole = "\n\n".join(
-        ["# Results", circumstances(report), "A peer's figure is its time divided by hororing's; "
-         "**bold**: hororing loses. In brackets: 10th to 90th percentile. docs/benchmarks.md "
-         "describes the method."]
-        + [f"## {title}\n\n{table}" for title, table in sections(report).items()]
+        ["# Results", "docs/benchmarks.md explains the figures and has the main tables.",
+         circumstances(report)]
+        + [f"## {title}\n\n{table}" for title, table in tables.items()]
     )  # fmt: skip
     if options.write:
         path.with_suffix(".md").write_text(whole + "\n")
