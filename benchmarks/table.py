@@ -339,8 +339,8 @@ def ddp_part(report: Report) -> str:
 
 def page_part(report: Report) -> str:
     """Return the generated part of docs/benchmarks.md: the main tables and their circumstances."""
-    wanted = ("Blocking", "All gradients", "A training step", "Several hosts", RATES)
-    worlds = (" 2 ranks", " 2 hosts of 4 ranks", *SCALING.values())
+    wanted = ("Blocking", "All gradients", "A training step", "Several hosts")
+    worlds = (", 2 ranks", " 2 hosts of 4 ranks")
     parts = [f"**{title}**\n\n{table}" for title, table in sections(report).items()
              if title.startswith(wanted) and title.endswith(worlds)]  # fmt: skip
     return "\n\n".join([*parts, circumstances(report)])
