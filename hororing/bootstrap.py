@@ -8,8 +8,9 @@ HORORING_RENDEZVOUS           host:port of the store, or file:///directory that 
 HORORING_JOB                  name of this start of the job; needed with a directory
 HORORING_SECRET_FD            descriptor of a file in memory with the secret: the launcher has the
                               store
-HORORING_SECRET_KEY, _FILE    the secret, or its file: rank 0 has the store
-HORORING_INSECURE             1: a store without a secret on a network
+HORORING_SECRET_KEY, _FILE    the secret, or its file: rank 0 has the store; unset, with a store on
+                              a loopback address: a secret that only this user's processes know
+HORORING_INSECURE             1: a store without a secret
 HORORING_ELASTIC              1: the launcher's store gives this process a rank, again and again
 HORORING_PROCESS              the launcher's number of this process, from 0
 HORORING_HOSTNAME             name of this host there; unset: its own
@@ -33,7 +34,7 @@ from typing import Any
 from hororing import launch, starts
 from hororing.config.forms import BOOL, BadText
 from hororing.launch import Launch
-from hororing.rendezvous import files, interfaces, protocol, torch_store
+from hororing.rendezvous import files, interfaces, protocol, torch_store, user_key
 from hororing.rendezvous.client import Member, RendezvousError
 from hororing.rendezvous.elastic_member import ElasticMember
 from hororing.rendezvous.store import Store
@@ -114,22 +115,34 @@ def join(settings: Mapping[str, Any]) -> ElasticMember:
         raise ValueError(
             f"{_PREFIX}ELASTIC=1 needs {_PREFIX}RENDEZVOUS=host:port, the store of the launcher"
         )
+    job, insecure = _job(env, ""), _switch(env, "INSECURE")
+    secret = _secret_or_own(_secret(env), job, insecure, _is_here(rendezvous))
     member = ElasticMember(
-        rendezvous, secret=_secret(env), job=_job(env, ""), host=env.get("HOSTNAME"),
-        timeout_s=settings["TIMEOUT_S"] or math.inf, insecure=_switch(env, "INSECURE"),
+        rendezvous, secret=secret, job=job, host=env.get("HOSTNAME"),
+        timeout_s=settings["TIMEOUT_S"] or math.inf, insecure=insecure,
         process=_number("PROCESS", env.get("PROCESS", "0")),
     )  # fmt: skip
     _reach(member, rendezvous)
     return member
 
 
-def of_store() -> tuple[bytes, str, bool]:
+def of_store(host: str) -> tuple[bytes, str, bool]:
     """Return the settings of an elastic job's store: its secret, the job's name, whether insecure.
 
     ValueError names the variable that is wrong.
     """
     env = _variables(launch.environment())
-    return _secret(env), _job(env, ""), _switch(env, "INSECURE")
+    job, insecure = _job(env, ""), _switch(env, "INSECURE")
+    here = protocol.is_loopback(host)
+    return _secret_or_own(_secret(env), job, insecure, here), job, insecure
+
+
+def _secret_or_own(given: bytes, job: str, insecure: bool, here: bool) -> bytes:
+    """The secret of a job; if none is given, and `here`, one of this user on this host."""
+    try:
+        return given if given or insecure or not here else user_key.secret_of(job)
+    except OSError as error:
+        raise ValueError(error.strerror) from None
 
 
 def _by_file(job: JobSettings, timeout_s: float) -> Member:
@@ -163,6 +176,8 @@ def _by_torch(job: JobSettings, timeout_s: float) -> Member:
 
 def _by_address(job: JobSettings, timeout_s: float) -> Member:
     rendezvous = job.place.rendezvous
+    secret = _secret_or_own(job.secret, job.place.job, job.insecure, _is_here(rendezvous))
+    job = replace(job, secret=secret)
     store, without = (None, "") if job.rank or job.launcher_has_store else _store(job)
     address = rendezvous if store is None else _own_address(store)
     try:
@@ -403,7 +418,7 @@ def _store(job: JobSettings) -> tuple[Store | None, str]:
     """Start the store if its address is on this host; else return why it was not started."""
     place = job.place.rendezvous.partition(",")[0]
     host, port = protocol.parse_address(place)
-    protocol.check_secret(job.secret, host, job.insecure)
+    protocol.check_secret(job.secret, job.insecure)
     # The host's name may be a loopback address here, and another address elsewhere.
     everywhere = not _is_of_this_host_alone(place)
     if everywhere and not interfaces.is_own(host):
@@ -413,11 +428,6 @@ def _store(job: JobSettings) -> tuple[Store | None, str]:
         )
         logging.getLogger("hororing").warning("%s, unless a store runs there already", without)
         return None, without
-    if not job.secret:
-        logging.getLogger("hororing").warning(
-            "the store at %s has no secret: any process that can connect can take part",
-            job.place.rendezvous,
-        )
     store = Store(
         job=job.place.job, size=job.size, secret=job.secret, host="" if everywhere else host,
         port=port, insecure=job.insecure, one_start=True,
@@ -429,6 +439,10 @@ def _store(job: JobSettings) -> tuple[Store | None, str]:
             return None, f"rank 0 did not start a store, because port {port} of its host is in use"
         raise
     return store, ""
+
+
+def _is_here(rendezvous: str) -> bool:
+    return all(map(_is_of_this_host_alone, rendezvous.split(",")))
 
 
 def _is_of_this_host_alone(place: str) -> bool:

@@ -151,7 +151,7 @@ def _made(arguments: argparse.Namespace) -> tuple[ElasticStore, _Job]:
     if arguments.membership is not None:
         arguments.membership.open("ab").close()  # an error now, not in the middle of the job
     settings = config.load()
-    secret, name, insecure = bootstrap.of_store()
+    secret, name, insecure = bootstrap.of_store(host)
     job = _Job(arguments.membership, settings["RESET_LIMIT"])
     store = ElasticStore(
         job=name, secret=secret, host=host, port=port, insecure=insecure,

@@ -107,8 +107,7 @@ class Member:
     ----------
     address : ``host:port``; several, separated by commas, are tried in this order, the next one
         soon after the last.
-    secret : of the job; b"": none, which is a ValueError unless the address is a loopback address
-        or `insecure` is set.
+    secret : of the job; b"": none, which is a ValueError unless `insecure` is set.
     job, rank, size : the job's name, this rank, and the number of ranks.
     uid : of a process without a rank (rank -1, size 0); see `elastic_member.ElasticMember`.
     host : name of this host in error texts; None: its own.
@@ -119,6 +118,7 @@ class Member:
     address : the address of the store.
     generation : the one in which it has this rank; always 0 if the job is not elastic.
     local_address : address of this host from which the store is reached, without a port.
+    proven : the members have proved to one another that they know the secret.
     at_close : functions that `close` calls afterwards, such as the end of a store in this process.
 
     Raises
@@ -144,14 +144,14 @@ class Member:
         self.host = socket.gethostname() if host is None else host
         self.address = address
         self.local_address = ""
+        self.proven = bool(secret)
         self._mesh_key = hmac.new(secret, b"mesh", "sha256").hexdigest() if secret else ""
         self.at_close: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._shares = 0
         self._stream: _Stream | None = None
         places = {text: protocol.parse_address(text) for text in address.split(",")}
-        for place in places.values():
-            protocol.check_secret(secret, place[0], insecure)
+        protocol.check_secret(secret, insecure)
         self._stream, self.address = self._connect(places, secret, timeout_s)
         self.local_address = self._stream.socket.getsockname()[0]
         _members.add(self)
@@ -318,13 +318,15 @@ class Member:
         hello = Hello(
             self.job, self.rank, self.size, self.host, os.getpid(), nonce, self.uid, beats
         )
-        stream.send(hello.message(), deadline)
-        answer = _accepted(stream.receive(deadline))
-        theirs = protocol.take(answer, "nonce", str)
-        if not protocol.is_proof(answer.get("proof"), secret, protocol.STORE, theirs, hello):
-            raise ProtocolError("the server there does not have the secret of this job")
+        theirs = protocol.take(_accepted(stream.receive(deadline)), "nonce", str)
         mine = protocol.proof(secret, protocol.MEMBER, theirs, hello)
-        stream.send({"proof": mine}, deadline)
+        stream.send({**hello.message(), "proof": mine}, deadline)
+        claimed = _accepted(stream.receive(deadline)).get("proof")
+        if not protocol.is_proof(claimed, secret, protocol.STORE, theirs, hello):
+            raise ProtocolError(
+                "the server there does not have the secret of this job: give every rank, and the "
+                "store, the same one; without one, all must be processes of one user on one host"
+            )
         protocol.take(_accepted(stream.receive(deadline)), "welcome", bool)
 
 

@@ -2,10 +2,12 @@
 
 A frame is its length (4 bytes, big endian) and a JSON object in ASCII. A connection begins with
 
-    member -> store   hello: version, job, rank, size, host, pid, nonce, uid
-    store  -> member  nonce, proof
-    member -> store   proof
+    store  -> member  nonce
+    member -> store   hello and proof: version, job, rank, size, host, pid, nonce, uid
+    store  -> member  proof
     store  -> member  welcome
+
+Whoever connects proves first, so the store gives nobody a text to try guessed secrets on.
 
 The second connection of a process of an elastic job then carries other data: from the process, one
 byte at intervals as a sign of life; to it, frames of fixed size (`over`, `updated`).
@@ -29,7 +31,7 @@ import struct
 from dataclasses import asdict, dataclass
 from typing import Any
 
-VERSION = 2
+VERSION = 3
 LENGTH_BYTES = 4
 # The longest frame before the other side is known, and after that.
 FIRST_BYTES = 4096
@@ -227,13 +229,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_secret(secret: bytes, host: str, insecure: bool) -> None:
-    """ValueError if there is no secret and processes of other hosts might be admitted."""
-    if not secret and not insecure and not is_loopback(host):
+def check_secret(secret: bytes, insecure: bool) -> None:
+    """ValueError if there is no secret, unless that is what the user wants."""
+    if not secret and not insecure:
         raise ValueError(
-            f"the job has no secret, and the address {host!r} is not of this host alone: give "
-            "every rank the same HORORING_SECRET_KEY or HORORING_SECRET_FILE; or set "
-            "HORORING_INSECURE=1 if every process that can reach this network may take part"
+            "the job has no secret, and its store is not on a loopback address: give every rank "
+            "the same HORORING_SECRET_FILE (from openssl rand -hex 32) or HORORING_SECRET_KEY; or "
+            "set HORORING_INSECURE=1 if every process that can reach this network may take part"
         )
 
 

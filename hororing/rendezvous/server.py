@@ -1,8 +1,8 @@
 """The base of every store: a server that admits peers that know the job's secret.
 
-A peer that has not yet proved that it knows the secret gets 3 s, 4 KiB and one of 64 places. Others
-wait in the kernel's queue. While some wait, a peer loses its place after a while, and sooner if it
-has sent nothing. Half-open connections and garbage therefore do not harm members.
+A peer that has not yet proved that it knows the secret gets 3 s, 4 KiB and one of 256 places. If
+all are taken, the oldest of the address that has most of them makes room for a new one. Idle
+connections and garbage therefore neither harm members nor keep them waiting.
 
 Everything runs in one event loop: that of the caller (`open`, `close`), or of a thread of the store
 (`start_thread`, `stop`).
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
-import time
+from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +25,7 @@ from hororing.rendezvous.client import keep_from_children, keep_watch
 from hororing.rendezvous.protocol import Hello, ProtocolError
 
 _FIRST_S = 3.0
-_PLACES = 64
-# How long a connection keeps its place when others wait for one: a few round trips over any network
-# if it has sent its hello, as members do at once; less if it has not.
-_KEPT_S, _SILENT_S = 0.25, 0.02
+_PLACES = 256
 _BACKLOG = 4096
 _NO_FILES_S = 0.1  # before the next try, when the process has no file descriptors left
 _START_S = 30.0
@@ -49,7 +47,7 @@ class _Place:
     """A connection that has proved nothing yet."""
 
     writer: asyncio.StreamWriter
-    until: float  # when it may lose its place
+    address: str  # of the other side
 
 
 @dataclass(eq=False)
@@ -73,8 +71,7 @@ class Server:
     Parameters
     ----------
     job : its name; members of other jobs are refused.
-    secret : of `protocol.new_secret`; b"" admits every peer, and is a ValueError unless `host` is a
-        loopback address or `insecure`.
+    secret : of `protocol.new_secret`; b"" admits every peer, and is a ValueError unless `insecure`.
     host : address to listen on; "": all addresses of this host, IPv4 and IPv6.
     port : 0 for a free one.
 
@@ -87,15 +84,14 @@ class Server:
         self, *, job: str, secret: bytes, host: str = "127.0.0.1", port: int = 0,
         insecure: bool = False,
     ) -> None:  # fmt: skip
-        protocol.check_secret(secret, host, insecure)
+        protocol.check_secret(secret, insecure)
         self.job, self.host, self.port = job, host, port
         self._secret = secret
         self._closing = False
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
-        self._places: set[_Place] = set()
-        self._place_is_free = asyncio.Event()
+        self._places: dict[_Place, None] = {}  # oldest first
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._stopping = threading.Lock()
@@ -132,6 +128,12 @@ class Server:
         self._listener = _listen(self.host, self.port)
         keep_from_children(self._listener)
         self.port = self._listener.getsockname()[1]
+        if not self._secret:
+            logging.getLogger("hororing").warning(
+                "the store at port %d has no secret (HORORING_INSECURE=1): any process that can "
+                "connect can take part, and nothing that ranks send is unpickled",
+                self.port,
+            )
 
     async def open(self) -> None:
         """Admit members from now on."""
@@ -190,50 +192,38 @@ class Server:
         assert self._listener is not None
         loop = asyncio.get_running_loop()
         while True:
-            await self._wait_for_place()
             try:
-                accepted, _ = await loop.sock_accept(self._listener)
+                accepted, address = await loop.sock_accept(self._listener)
             except OSError:  # no file descriptors left, or the peer has gone already
                 self._drop_one()
                 await asyncio.sleep(_NO_FILES_S)
                 continue
+            if len(self._places) >= _PLACES:
+                self._drop_one()
             try:
-                await self._begin(accepted)
+                await self._begin(accepted, address[0])
             except OSError:
                 accepted.close()
 
-    async def _begin(self, accepted: socket.socket) -> None:
+    async def _begin(self, accepted: socket.socket, address: str) -> None:
         loop = asyncio.get_running_loop()
         keep_watch(accepted)
         reader = asyncio.StreamReader(limit=protocol.FIRST_BYTES)
         made = asyncio.StreamReaderProtocol(reader)
         transport, _ = await loop.connect_accepted_socket(lambda: made, accepted)
         writer = asyncio.StreamWriter(transport, made, reader, loop)
-        place = _Place(writer, time.monotonic() + _SILENT_S)
-        self._places.add(place)
+        place = _Place(writer, address)
+        self._places[place] = None
         task = asyncio.ensure_future(self._serve(reader, writer, place))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
 
-    async def _wait_for_place(self) -> None:
-        while len(self._places) >= _PLACES:
-            left = min(place.until for place in self._places) - time.monotonic()
-            if left <= 0:
-                self._drop_one()
-                return
-            self._place_is_free.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._place_is_free.wait(), left)
-
     def _drop_one(self) -> None:
         if self._places:
-            first = min(self._places, key=lambda place: place.until)
-            self._leave(first)
-            first.writer.transport.abort()
-
-    def _leave(self, place: _Place) -> None:
-        self._places.discard(place)
-        self._place_is_free.set()
+            ((most, _),) = Counter(each.address for each in self._places).most_common(1)
+            oldest = next(each for each in self._places if each.address == most)
+            del self._places[oldest]
+            oldest.writer.transport.abort()
 
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: _Place
@@ -249,7 +239,7 @@ class Server:
         except (ProtocolError, OSError, EOFError, asyncio.TimeoutError):
             pass
         finally:
-            self._leave(place)
+            self._places.pop(place, None)
             if peer is not None and not self._closing:  # or it would be the store that ends
                 self._ended(peer)
             writer.close()
@@ -257,19 +247,20 @@ class Server:
     async def _admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: _Place
     ) -> Peer:
-        hello = protocol.parse_hello(await read(reader, protocol.FIRST_BYTES))
+        nonce = protocol.new_nonce()
+        writer.write(protocol.encode({"nonce": nonce}))
+        first = await read(reader, protocol.FIRST_BYTES)
+        hello = protocol.parse_hello(first)
         if hello.job != self.job:
             raise Refusal("this is the store of another job")
-        place.until = time.monotonic() + _KEPT_S
-        nonce = protocol.new_nonce()
-        proof = protocol.proof(self._secret, protocol.STORE, nonce, hello)
-        writer.write(protocol.encode({"nonce": nonce, "proof": proof}))
-        claimed = (await read(reader, protocol.FIRST_BYTES)).get("proof")
-        if not protocol.is_proof(claimed, self._secret, protocol.MEMBER, nonce, hello):
+        if not protocol.is_proof(first.get("proof"), self._secret, protocol.MEMBER, nonce, hello):
+            writer.write(protocol.encode({"proof": ""}))  # so that an honest member knows why
             raise ProtocolError("a wrong proof")
+        proof = protocol.proof(self._secret, protocol.STORE, nonce, hello)
+        writer.write(protocol.encode({"proof": proof}))
         peer = Peer(hello, reader, writer)
         self._enter(peer)  # only now: only peers that know the secret may learn of the members
-        self._leave(place)
+        self._places.pop(place, None)
         return peer
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from hororing import bootstrap, config
+from hororing import bootstrap, config, private_folder
 from hororing.launch import Launch, detect
-from hororing.rendezvous import files, interfaces, protocol
+from hororing.rendezvous import files, interfaces, protocol, user_key
 from hororing.rendezvous.client import Member, RendezvousError
 from hororing.rendezvous.store import Store
 
@@ -169,8 +169,31 @@ def test_rank_0_has_the_store_where_there_is_no_launcher(port: int, tmp_path: Pa
     assert shared(environ, 3) == [["rank 0", "rank 1", "rank 2"]] * 3
 
 
-def test_a_job_without_a_secret_is_for_one_host(port: int, caplog: pytest.LogCaptureFixture):
-    assert shared({"HORORING_RENDEZVOUS": f"127.0.0.1:{port}"}) == [["rank 0", "rank 1"]] * 2
+def test_a_job_without_a_secret_is_of_one_user(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(private_folder, "candidates", lambda: [tmp_path / "no" / "home", tmp_path])
+    environ = {"HORORING_RENDEZVOUS": f"127.0.0.1:{port}"}
+    tmp_path.chmod(0o700)
+    assert shared(environ) == [["rank 0", "rank 1"]] * 2
+    assert [each.name for each in tmp_path.iterdir()] == ["key"]
+    key = (tmp_path / "key").read_bytes()
+    assert user_key.secret_of("a") == user_key.secret_of("a") != user_key.secret_of("b")
+    assert key not in (user_key.secret_of("a"), user_key.secret_of("a", b"more"))
+    first = find({**RANK_1, **environ, "HORORING_RANK": "0"})
+    assert first is not None
+    (tmp_path / "key").write_bytes(bytes(32))  # as of another user
+    with pytest.raises(RendezvousError, match=r"not have the secret .* of one user on one host"):
+        find({**RANK_1, **environ})
+    first.done()
+    (tmp_path / "key").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"no place for a key .*/no/home.*; .*key does not hold"):
+        find({**RANK_1, **environ})
+
+
+def test_who_asks_for_it_gets_a_job_without_a_secret(port: int, caplog: pytest.LogCaptureFixture):
+    environ = {"HORORING_RENDEZVOUS": f"127.0.0.1:{port}", "HORORING_INSECURE": "1"}
+    assert shared(environ) == [["rank 0", "rank 1"]] * 2
     assert "has no secret" in caplog.text
 
 
@@ -212,7 +235,7 @@ def test_two_jobs_at_one_port_never_meet(port: int):
             find(told("b", rank))
     with pytest.raises(RendezvousError, match="claims the rank of rank 0"):
         find(told("a", 0))
-    wanted = f"not have the secret of this job; rank 0 .* because port {port} of its host is in use"
+    wanted = f"not have the secret .*; rank 0 .* because port {port} of its host is in use"
     with pytest.raises(RendezvousError, match=wanted):
         find({**told("a", 0), "HORORING_SECRET_KEY": KEY + KEY})
     second = find(told("a", 1))
