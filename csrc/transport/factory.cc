@@ -71,9 +71,10 @@ Status FirstOf(const std::vector<std::string>& errors) {
 }
 
 // Makes the transport among the ranks of a host, over a segment that its first rank creates and all
-// map. On failure every rank of the job gets the same error.
+// map. On failure every rank of the job gets the same error, and `refused` is set if a rank has no
+// right to the segment: then they must not talk in another way either.
 Status ShareMemory(Bootstrap& bootstrap, const Topology& topology, const WorldOptions& options,
-                   TimeNs deadline, std::unique_ptr<Transport>* transport) {
+                   TimeNs deadline, std::unique_ptr<Transport>* transport, bool* refused) {
   size_t most = 0;
   for (const std::vector<int>& ranks : topology.ranks_on()) most = std::max(most, ranks.size());
   const ShmSegment::Geometry geometry =
@@ -100,9 +101,14 @@ Status ShareMemory(Bootstrap& bootstrap, const Topology& topology, const WorldOp
   if (segment != nullptr) {
     shared = std::make_unique<ShmTransport>(segment, topology.local_rank, options.spin_ns);
   }
-  const Status met = bootstrap.Share(mine.message(), deadline, &texts);
+  const char mark = mine.code() == Code::kInvalidArgument ? '!' : ' ';
+  const Status met = bootstrap.Share(mine.ok() ? "" : mark + mine.message(), deadline, &texts);
   if (segment != nullptr) segment->Unlink();
   HORORING_RETURN_IF_ERROR(met);
+  for (std::string& text : texts) {
+    *refused = *refused || text[0] == '!';
+    text.erase(0, 1);
+  }
   HORORING_RETURN_IF_ERROR(FirstOf(texts));
   *transport = std::move(shared);
   return Status::Ok();
@@ -235,8 +241,9 @@ Status MakeWorld(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadl
   const bool some_share = topology.hosts.size() < host_ids.size();
   if (some_share && !(one_host && wish == "tcp")) {
     std::unique_ptr<Transport>& shared = one_host ? world->transport : world->local;
-    const Status status = ShareMemory(bootstrap, topology, options, deadline, &shared);
-    if (!status.ok() && (wish == "shm" || !bootstrap.CheckPeers().ok())) return status;
+    bool refused = false;
+    const Status status = ShareMemory(bootstrap, topology, options, deadline, &shared, &refused);
+    if (!status.ok() && (refused || wish == "shm" || !bootstrap.CheckPeers().ok())) return status;
     if (!status.ok()) {
       world->note = "ranks of one host talk through " + std::string(by_mpi ? "MPI" : "TCP") +
                     ", which is slower there than shared memory: " + status.message();

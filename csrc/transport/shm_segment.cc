@@ -107,6 +107,13 @@ Status Failed(const std::string& what, const std::string& name, int error) {
                                       "; HORORING_TRANSPORT=mpi does not need it");
 }
 
+Status NotOurs(const std::string& name, uid_t owner) {
+  return Status(Code::kInvalidArgument,
+                "shared memory: user " + std::to_string(geteuid()) + " may not use /dev/shm" +
+                    name + " of user " + std::to_string(owner) +
+                    "; start every rank of a host as the same user, or set HORORING_TRANSPORT=tcp");
+}
+
 // Maps the whole segment; null, with errno, on failure.
 void* Map(int fd, size_t bytes) {
   void* const base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
@@ -225,9 +232,15 @@ Status ShmSegment::Attach(const std::string& name, const Geometry& geometry,
                           std::shared_ptr<ShmSegment>* segment) {
   const size_t bytes = geometry.total_bytes();
   const int fd = shm_open(name.c_str(), O_RDWR, 0600);
-  if (fd < 0) return Failed("open", name, errno);
+  const int opened = fd < 0 ? errno : 0;
   struct stat file = {};
-  const bool fits = fstat(fd, &file) == 0 && file.st_size >= static_cast<off_t>(bytes);
+  const int found = fd < 0 ? stat(("/dev/shm" + name).c_str(), &file) : fstat(fd, &file);
+  if (opened == EACCES || (found == 0 && file.st_uid != geteuid())) {
+    if (fd >= 0) close(fd);
+    return NotOurs(name, file.st_uid);
+  }
+  if (fd < 0) return Failed("open", name, opened);
+  const bool fits = found == 0 && file.st_size >= static_cast<off_t>(bytes);
   void* const base = fits ? Map(fd, bytes) : nullptr;
   const int error = errno;
   if (fits && base == nullptr) {

@@ -83,6 +83,7 @@ class ShmSegment {
   static std::shared_ptr<ShmSegment> OnHeap(const Geometry& geometry);
   // A fresh object under a new unique name (see name()).
   static Status Create(const Geometry& geometry, std::shared_ptr<ShmSegment>* segment);
+  // kInvalidArgument: it is another user's, or this process has no right to it.
   static Status Attach(const std::string& name, const Geometry& geometry,
                        std::shared_ptr<ShmSegment>* segment);
   ~ShmSegment();
