@@ -1,5 +1,8 @@
 """Sends any Python object to all ranks, or from all ranks, with cloudpickle.
 
+Reading a pickle can run any code, so ranks that have not proved to belong to the job
+(HORORING_INSECURE=1) exchange plain values only, as JSON.
+
 A broadcast sends the size first, as int64, then the payload as bytes; an allgather sends both as
 one request. Without `name` all ranks use one default name, whatever types their objects have.
 """
@@ -12,12 +15,17 @@ from typing import Any, Final
 
 import cloudpickle
 
-from hororing import arguments, collectives, runtime
+from hororing import arguments, collectives, job, plain, runtime
 from hororing.collectives import DTYPES, View
 from hororing.names import default_name, extended
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 
 _SIZE: Final = struct.Struct("<q")
+_INSECURE: Final = (
+    "with HORORING_INSECURE=1 any process may be a rank, so nothing is unpickled and only plain "
+    "values (numbers, texts, bytes, lists, tuples, dicts, sets) are sent: give every rank the same "
+    "HORORING_SECRET_FILE instead"
+)
 # A rank whose object cannot be pickled sends this instead of a size, so that no rank waits for it.
 _CANNOT_PICKLE: Final = -1
 
@@ -37,7 +45,7 @@ def broadcast_object(
     ------
     TypeError : the name is not a str, or `process_set` is not a ProcessSet.
     ValueError : on the other ranks, if the root's object cannot be pickled; the root itself
-        raises the error of pickle.
+        raises the error of pickle. With HORORING_INSECURE=1, if it is not a plain value.
 
     Examples
     --------
@@ -56,13 +64,13 @@ def broadcast_object(
             raise failure
         if size[0] == _CANNOT_PICKLE:
             raise ValueError(
-                f"broadcast_object '{name}': rank {root_rank} cannot pickle its object"
+                f"broadcast_object '{name}': rank {root_rank} cannot pickle its object{_hint()}"
             )
         buffer = payload if is_root else bytearray(size[0])
         collectives.wait(
             _start_broadcast(buffer, "uint8", size[0], root_rank, f"{name}.t", members)
         )
-        return obj if is_root else cloudpickle.loads(buffer)
+        return obj if is_root else _load(buffer, root_rank, name)
 
     started = _start_broadcast(size, "int64", 1, root_rank, extended(name, ".sz"), members)
     return collectives.wait_and_go_on(started, send_payload)
@@ -77,7 +85,7 @@ def allgather_object(
     ------
     TypeError : the name is not a str, or `process_set` is not a ProcessSet.
     ValueError : on the other ranks, if a rank's object cannot be pickled; that rank raises
-        the error of pickle.
+        the error of pickle. With HORORING_INSECURE=1, if one is not a plain value.
 
     Examples
     --------
@@ -109,16 +117,30 @@ def allgather_object(
     if broken:
         raise ValueError(
             f"allgather_object '{name}': rank{'s' if broken[1:] else ''} "
-            f"{', '.join(map(str, broken))} cannot pickle their object"
+            f"{', '.join(map(str, broken))} cannot pickle their object{_hint()}"
         )
-    return [cloudpickle.loads(each) for each in objects]
+    return [_load(each, rank, name) for each, rank in zip(objects, process_set.ranks, strict=True)]
 
 
 def _dump(obj: Any) -> tuple[bytearray, BaseException | None]:
+    proven = job.peers_are_proven()
     try:
-        return bytearray(cloudpickle.dumps(obj)), None
+        return bytearray(cloudpickle.dumps(obj) if proven else plain.dumps(obj)), None
     except Exception as error:  # an object's own __reduce__ may raise anything
-        return bytearray(), error
+        return bytearray(), error if proven else ValueError(f"{error}; {_INSECURE}")
+
+
+def _load(text: bytearray | memoryview, rank: int, name: str) -> Any:
+    if job.peers_are_proven():
+        return cloudpickle.loads(text)
+    try:
+        return plain.loads(text)
+    except ValueError as error:
+        raise ValueError(f"'{name}': rank {rank} has sent {error}; {_INSECURE}") from None
+
+
+def _hint() -> str:
+    return "" if job.peers_are_proven() else f": {_INSECURE}"
 
 
 def _start_broadcast(

@@ -67,7 +67,7 @@ class VariablesState(SteppedState):
     def sync(self) -> None:
         """Send the values that rank 0 has saved last to all ranks."""
         # Rank 0 determines the variables, because a new optimizer may lack some.
-        kinds = broadcast([(each.shape, each.dtype) for each in self._saved_values])
+        kinds = broadcast([(each.shape, each.dtype.name) for each in self._saved_values])
         values = self._saved_values
         if job.rank() != 0:
             values = [np.empty(shape, dtype) for shape, dtype in kinds]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hororing import arguments, collectives
+from hororing import arguments, collectives, plain
 from hororing.objects import allgather_object, broadcast_object
 from hororing.runtime import rank
 from hororing.torch.gradient import zero_gradient
@@ -138,6 +138,28 @@ class _Spec(NamedTuple):
     dtype: torch.dtype
     on_host: bool
     saved: bytes = b""  # by torch.save, if no verb takes it: sparse momentum, for example
+
+
+def _plain_spec(spec: _Spec) -> list[Any]:
+    if spec.saved:  # torch.load would unpickle it
+        raise TypeError(f"a tensor of shape {list(spec.shape)} that needs torch.save is not plain")
+    return list(spec[:4])
+
+
+def _spec_of(values: Sequence[Any]) -> _Spec:
+    position, shape, dtype, on_host = values
+    return _Spec(position, tuple(shape), dtype, on_host)
+
+
+def _dtype_of(text: str) -> torch.dtype:
+    found = getattr(torch, text.removeprefix("torch."))
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{text} is not a dtype")
+    return found
+
+
+plain.register(_Spec, "tensor", _plain_spec, _spec_of)
+plain.register(torch.dtype, "dtype", str, _dtype_of)
 
 
 def broadcast_optimizer_state(
