@@ -137,6 +137,17 @@ def of_store(host: str) -> tuple[bytes, str, bool]:
     return _secret_or_own(_secret(env), job, insecure, here), job, insecure
 
 
+def secret_at_torch(host: str, one_host: bool) -> bytes:
+    """The secret of ranks that meet at torch's store on `host`, which any process can read.
+
+    If none is given, and they are all on this host, it is one of this user; b"" otherwise: rank 0
+    makes one, which travels through that store. ValueError names the variable that is wrong.
+    """
+    env = _variables(launch.environment())
+    here = one_host or protocol.is_loopback(host)
+    return _secret_or_own(_secret(env), _job(env, ""), insecure=False, here=here)
+
+
 def _secret_or_own(given: bytes, job: str, insecure: bool, here: bool) -> bytes:
     """The secret of a job; if none is given, and `here`, one of this user on this host."""
     try:
@@ -167,9 +178,11 @@ def _by_file(job: JobSettings, timeout_s: float) -> Member:
 
 
 def _by_torch(job: JobSettings, timeout_s: float) -> Member:
+    address, one_host = job.place.rendezvous.removeprefix(TORCH), job.place.one_host
+    here = one_host or _is_of_this_host_alone(address)
     return torch_store.meet(
-        job.place.rendezvous.removeprefix(TORCH), job=job.place.job, rank=job.rank,
-        size=job.size, timeout_s=timeout_s, secret=job.secret, one_host=job.place.one_host,
+        address, job=job.place.job, rank=job.rank, size=job.size, timeout_s=timeout_s,
+        secret=_secret_or_own(job.secret, job.place.job, False, here), one_host=one_host,
         makes_store=job.place.makes_store,
     )  # fmt: skip
 

@@ -2,8 +2,9 @@
 
 Rank 0 stores its offer (hororing/rendezvous/offers.py) under a key there, and removes it when all
 ranks are connected. Torch's store has no access control: until then, every process that can reach
-its port can read the job's secret, unless the user has set one. If no agent serves that store, rank
-0 opens it for that time, as `init_process_group` would, which may be called before or after.
+its port can read the job's secret, unless the ranks know one already. If no agent serves that
+store, rank 0 opens it for that time, as `init_process_group` would, which may be called before or
+after.
 
 The only module beside the adapters that imports torch: on demand.
 """
@@ -74,18 +75,26 @@ def meet(
     )  # fmt: skip
 
 
-def meet_in(store: Any, *, rank: int, size: int, timeout_s: float) -> Member:
+def meet_in(store: Any, *, rank: int, size: int, timeout_s: float, secret: bytes = b"") -> Member:
     """Find the other ranks through a store of torch that they share, each by its own object.
 
-    Blocks until all have called it. RendezvousError: not within `timeout_s`.
+    Blocks until all have called it. `secret`: as that of `meet`. RendezvousError: not within
+    `timeout_s`.
     """
     board, deadline = _Shared(store), Deadline(timeout_s)
     board.publish_host(rank)
     if rank != 0:
-        return _accept(board, rank, size, deadline, b"")
+        return _accept(board, rank, size, deadline, secret)
     one_host = board.all_on_one_host(size, deadline)
     remedy = "the store of torch.distributed cannot be used: {reason}"
-    return _make(board, "torch", size, deadline, remedy, one_host=one_host)
+    return _make(board, "torch", size, deadline, remedy, secret=secret, one_host=one_host)
+
+
+def host_of(store: Any) -> str:
+    """The host of a TCPStore, also inside others; "" for other stores."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
 
 
 def _accept(board: _Board, rank: int, size: int, deadline: Deadline, secret: bytes) -> Member:

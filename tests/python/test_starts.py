@@ -252,6 +252,39 @@ def test_a_secret_of_the_users_is_not_left_anywhere():
     zero.done()
 
 
+def test_torchs_store_holds_no_secret_of_ranks_on_one_host(monkeypatch: pytest.MonkeyPatch):
+    port = free_port()
+    store = torch.distributed.TCPStore("localhost", port, is_master=True)
+    offered = []
+    publish = torch_store._Board.publish
+
+    def noted(board: Any, offer: Any) -> Any:
+        offered.append(offer["secret"])
+        return publish(board, offer)
+
+    monkeypatch.setattr(torch_store._Board, "publish", noted)
+    inner = torch.distributed.PrefixStore("a", torch.distributed.PrefixStore("b", store))
+    secret = bootstrap.secret_at_torch(torch_store.host_of(inner), one_host=False)
+    environ = {
+        **TORCH, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": socket.gethostname(),
+        "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+
+    def by_torchrun(rank: int) -> Member | None:
+        told = {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return bootstrap.find(detect(told), SETTINGS, told)
+
+    def by_torch_distributed(rank: int) -> Member:
+        return torch_store.meet_in(inner, rank=rank, size=2, timeout_s=30, secret=secret)
+
+    with ThreadPoolExecutor(2) as pool:
+        for meet in (by_torchrun, by_torch_distributed):
+            for member in reversed(list(pool.map(meet, range(2)))):
+                assert member is not None
+                member.done()
+    assert offered == ["", ""]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchs_store_that_says_nothing_is_an_error_in_time(
     rank: int, monkeypatch: pytest.MonkeyPatch

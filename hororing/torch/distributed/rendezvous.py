@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch.distributed as torch_distributed
 
-from hororing import collectives, control, job, launch, mpi, runtime
+from hororing import bootstrap, collectives, control, job, launch, mpi, runtime
 from hororing.errors import HororingInternalError
 from hororing.launch import Launch
 from hororing.names import WORLD_SET
@@ -66,8 +66,13 @@ def _start(store: Any, rank: int, size: int, timeout_s: float) -> bool:
         "torch.distributed", rank, size, started_by.local_rank, started_by.local_size, mpi=False,
         sign=f"world_size={size}", own=f"rank={rank}",
     )  # fmt: skip
+    one_host = started_by.local_size == size
+    secret = bootstrap.secret_at_torch(torch_store.host_of(store), one_host)
     runtime.start(
-        launched, meet=lambda: torch_store.meet_in(store, rank=rank, size=size, timeout_s=timeout_s)
+        launched,
+        meet=lambda: torch_store.meet_in(
+            store, rank=rank, size=size, timeout_s=timeout_s, secret=secret
+        ),
     )
     return True
 
