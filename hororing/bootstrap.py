@@ -386,6 +386,11 @@ def _secret(env: Mapping[str, str]) -> bytes:
             f"{_PREFIX}{name}: the secret has {len(secret)} bytes, and needs {_MIN_SECRET_BYTES} "
             f"to {_MAX_SECRET_BYTES}"
         )
+    if name != "SECRET_FD" and protocol.is_guessable(secret):
+        raise ValueError(
+            f"{_PREFIX}{name}: the secret can be guessed: use random characters, such as those "
+            "that openssl rand -hex 32 prints"
+        )
     return secret
 
 

@@ -25,6 +25,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import math
 import re
 import secrets
 import struct
@@ -43,6 +44,10 @@ SECRET_BYTES = 32
 _NONCE_BYTES = 16
 _UID_BYTES = 8
 MAX_RANKS = 2**20
+
+_WORD, _WORD_BITS = re.compile("[A-Z]?[a-z]{4,}|[A-Z]{4,}"), 13
+_KINDS = (("[0-9]", 10), ("[a-z]", 26), ("[A-Z]", 26), ("[^0-9A-Za-z]", 32), ("[^ -~]", 100))
+_MIN_BITS, _MIN_CHARACTERS = 72, 8
 
 # The layout of Frame in csrc/membership/membership.h: kind, rank, generation, stamp, what, text.
 _OVER_BYTES = 132
@@ -177,6 +182,20 @@ def process_of(uid: str) -> int:
 def new_secret() -> bytes:
     """The secret of a new job."""
     return secrets.token_bytes(SECRET_BYTES)
+
+
+def is_guessable(secret: bytes) -> bool:
+    """Whether fewer than about 2**72 tries find it: words, years and repetitions, for example.
+
+    A word counts as one of 2**13. Any other character counts as one of its kinds in this text.
+    """
+    text = secret.decode("latin-1")
+    text = text[: (text + text).find(text, 1)]  # once, if it repeats itself
+    words = _WORD.findall(text)
+    rest = _WORD.sub("", text)
+    alphabet = sum(size for kind, size in _KINDS if re.search(kind, rest))
+    bits = _WORD_BITS * len(words) + len(rest) * math.log2(max(alphabet, 1))
+    return bits < _MIN_BITS or len(set(text)) < _MIN_CHARACTERS
 
 
 def proof(secret: bytes, side: str, store_nonce: str, hello: Hello) -> str:

@@ -106,6 +106,10 @@ def secret_fd() -> Iterator[int]:
         ({**RANK_1, **HERE, "HORORING_JOB": "../a"}, "HORORING_JOB='../a' is not understood"),
         ({**RANK_1, **HERE, "HORORING_INSECURE": "2"}, "HORORING_INSECURE='2' is not understood"),
         ({**RANK_1, **HERE, "HORORING_SECRET_KEY": "short"}, "KEY: the secret has 5 bytes, and ne"),
+        (
+            {**RANK_1, **HERE, "HORORING_SECRET_KEY": "training-secret-4711"},
+            "HORORING_SECRET_KEY: the secret can be guessed: .* openssl rand -hex 32",
+        ),
         ({**RANK_1, **HERE, "HORORING_SECRET_FILE": "/no"}, "HORORING_SECRET_FILE=/no cannot be"),
         ({**RANK_1, **HERE, "HORORING_SECRET_FD": "999999"}, "HORORING_SECRET_FD=999999 cannot be"),
         ({**RANK_1, **HERE, "HORORING_SECRET_FD": "x"}, "HORORING_SECRET_FD='x' is not understood"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import json
@@ -11,6 +12,7 @@ import random
 import resource
 import signal
 import socket
+import string
 import subprocess
 import sys
 import textwrap
@@ -181,6 +183,23 @@ def test_a_proof_is_of_one_side_one_connection_and_one_hello():
     assert not protocol.is_proof(right, b"x" * 32, protocol.MEMBER, "aa", HELLO)
     for claimed in (None, 1, "", "ä", right[:-1]):
         assert not protocol.is_proof(claimed, SECRET, protocol.MEMBER, "aa", HELLO)
+
+
+def test_words_and_repetitions_can_be_guessed_and_random_characters_cannot():
+    for weak in (
+        "training-secret-4711", "changeme-changeme-changeme",
+        "correct horse battery staple", "a" * 64, "0123456789" * 6, "20261128-20261129-1",
+        "CLUSTER_SECRET_2026", "abcdefghijklmnopqrstuvwxyz",
+    ):  # fmt: skip
+        assert protocol.is_guessable(weak.encode()), weak
+    chance = random.Random(54)
+    alphabet = string.ascii_letters + string.digits
+    for _ in range(2000):
+        assert not protocol.is_guessable(chance.randbytes(32))
+        assert not protocol.is_guessable(chance.randbytes(32).hex().encode())
+        assert not protocol.is_guessable(chance.randbytes(16).hex().encode())
+        assert not protocol.is_guessable(base64.b64encode(chance.randbytes(24)))
+        assert not protocol.is_guessable("".join(chance.choices(alphabet, k=32)).encode())
 
 
 def test_addresses_are_read_and_shown():

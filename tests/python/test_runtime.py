@@ -347,7 +347,7 @@ def test_the_level_is_that_of_the_variable():
 
 def test_the_level_counts_before_ranks_have_met():
     place = {"HORORING_RANK": "0", "HORORING_SIZE": "2", "HORORING_RENDEZVOUS": "192.0.2.1:9"}
-    more = {"HORORING_SECRET_KEY": "k" * 32, "HORORING_TIMEOUT_S": "1"}
+    more = {"HORORING_SECRET_KEY": f"{7**30:x}", "HORORING_TIMEOUT_S": "1"}
     script = "import hororing.runtime as r; r.init()"
     for level, lines in (("error", []), ("warning", ["WARNING hororing: [rank 0] rank 0 did not"])):
         done = run(script, **place, **more, HORORING_LOG_LEVEL=level, HORORING_LOG_HIDE_TIME="1")
