@@ -114,6 +114,32 @@ std::string Arguments(const TraceEvent& event) {
   return args.empty() ? args : ",\"args\":{" + args.substr(1) + "}";
 }
 
+// An empty file at `path`; or -1, and why it is not one that this process may use.
+int OpenFile(const std::string& path, std::string* why) {
+  struct stat found = {};
+  const auto trusted = [&found] { return found.st_uid == geteuid() || found.st_uid == 0; };
+  const bool follow = lstat(path.c_str(), &found) == 0 && trusted();
+  const int flags = O_WRONLY | O_CREAT | O_NONBLOCK | O_CLOEXEC;  // a pipe may have no reader
+  int fd = open(path.c_str(), flags | O_EXCL, 0666);
+  if (fd >= 0) return fd;
+  fd = open(path.c_str(), flags | (follow ? 0 : O_NOFOLLOW), 0666);
+  if (fd < 0 && S_ISLNK(found.st_mode) && !follow) {
+    *why = "it is a link of another user";
+  } else if (fd < 0 && errno != ENXIO) {
+    *why = std::strerror(errno);
+  } else if (fd < 0 || fstat(fd, &found) != 0 || !S_ISREG(found.st_mode)) {
+    *why = "it is not a regular file";
+  } else if (!trusted()) {
+    *why = "it belongs to user " + std::to_string(found.st_uid);
+  } else if (ftruncate(fd, 0) != 0) {
+    *why = std::strerror(errno);
+  } else {
+    return fd;
+  }
+  if (fd >= 0) close(fd);
+  return -1;
+}
+
 }  // namespace
 
 TraceWriter::~TraceWriter() {
@@ -123,14 +149,9 @@ TraceWriter::~TraceWriter() {
 Status TraceWriter::Open(const std::string& path, const std::vector<std::string>& hosts,
                          int64_t max_bytes) {
   HORORING_RETURN_IF_ERROR(Close());
-  struct stat found = {};
-  const bool trusted =
-      lstat(path.c_str(), &found) == 0 && (found.st_uid == geteuid() || found.st_uid == 0);
-  fd_ = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | (trusted ? 0 : O_NOFOLLOW),
-             0666);
+  std::string why;
+  fd_ = OpenFile(path, &why);
   if (fd_ < 0) {
-    const bool others = !trusted && S_ISLNK(found.st_mode);
-    const char* const why = others ? "it is a link of another user" : std::strerror(errno);
     return Status(Code::kInvalidArgument, "cannot write the timeline '" + path + "': " + why +
                                               "; give a path in a writable directory");
   }

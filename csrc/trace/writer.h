@@ -44,7 +44,8 @@ class TraceWriter {
   // Creates or truncates `path` and writes the metadata (process and thread names, sort
   // order, wall-clock time of timestamp 0). `hosts[r]` is the host name of rank r. A file that
   // was open before is closed. Beyond `max_bytes` (0: no limit; otherwise at least two pages for
-  // records) the oldest records are lost. A symbolic link of another user is not followed.
+  // records) the oldest records are lost. A link or a file of another user is refused, and so is
+  // what is no file, such as a pipe, which could block.
   Status Open(const std::string& path, const std::vector<std::string>& hosts,
               int64_t max_bytes = 0);
   bool is_open() const { return fd_ >= 0; }

@@ -1,6 +1,8 @@
 // Traces: the events in the sink, the messages on the wire, and the file for viewers.
 
+#include <fcntl.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -296,6 +298,34 @@ TEST(a_link_of_another_user_is_not_followed) {
   const Status status = writer.Open(link.path(), {"a"});
   CHECK(status.code() == Code::kInvalidArgument);
   CHECK(status.message().find("link of another user") != std::string::npos);
+}
+
+TEST(a_file_of_another_user_is_refused_and_left_as_it_is) {
+  if (geteuid() != 0) return;  // only root can make such a file
+  TemporaryFile file;
+  std::ofstream(file.path()) << "theirs";
+  CHECK_EQ(chown(file.path().c_str(), 12345, 12345), 0);
+  TraceWriter writer;
+  const Status status = writer.Open(file.path(), {"a"});
+  CHECK(status.code() == Code::kInvalidArgument);
+  CHECK(status.message().find("belongs to user 12345") != std::string::npos);
+  CHECK_EQ(file.Read(), std::string("theirs"));
+}
+
+TEST(a_pipe_is_refused_without_a_wait_with_and_without_a_reader) {
+  TemporaryFile pipe;
+  std::remove(pipe.path().c_str());
+  CHECK_EQ(mkfifo(pipe.path().c_str(), 0600), 0);
+  TraceWriter writer;
+  const auto check = [&] {
+    const Status status = writer.Open(pipe.path(), {"a"});
+    CHECK(status.code() == Code::kInvalidArgument);
+    CHECK(status.message().find("not a regular file") != std::string::npos);
+  };
+  check();
+  const int reader = open(pipe.path().c_str(), O_RDONLY | O_NONBLOCK);
+  check();
+  close(reader);
 }
 
 TEST(records_longer_than_a_page_and_the_last_bytes_are_written_well) {
