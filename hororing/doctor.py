@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the ranks of this job on this host, by its id or the process id of one of them; "
         "without either: of all jobs",
     )
+    parser.add_argument(
+        "--all-users", action="store_true", help="for root: other users' processes, too"
+    )
     parser.add_argument("--events", type=int, default=10, help="how many of each rank (10)")
 
 
@@ -46,9 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
             problems.append(str(error))
             continue
         print(report(found[-1], arguments.events))
-    for pid in [*arguments.pid, *(_ranks_of(arguments.job) if arguments.job else [])]:
+    everyone = arguments.all_users
+    ranks = _ranks_of(arguments.job, everyone) if arguments.job else []
+    for pid in [*arguments.pid, *ranks]:
         try:
-            path = recorder.find(pid)
+            path = recorder.find(pid, everyone)
             if path is None:
                 raise ValueError(f"process {pid} has not called hororing's init()")
             recording = recorder.ask_for_stack(pid, path)
@@ -114,12 +119,12 @@ def _list(ranks: Iterable[int]) -> str:
     return "rank " + ", ".join(map(str, sorted(ranks)))
 
 
-def _ranks_of(job: str) -> list[int]:
+def _ranks_of(job: str, all_users: bool) -> list[int]:
     """The processes of this host that have a recorder of their own, of a job or of all."""
     found: dict[int, str] = {}
     for pid in sorted(int(each) for each in os.listdir("/proc") if each.isdecimal()):
         try:
-            path = recorder.find(pid)
+            path = recorder.find(pid, all_users)
             if path is None:
                 continue
             facts = recorder.read(path).facts

@@ -25,6 +25,7 @@ import mmap
 import os
 import re
 import socket
+import stat
 import struct
 import sys
 import time
@@ -35,6 +36,7 @@ from typing import Any
 from hororing._core import lib
 from hororing.failures import check
 from hororing.launch import Launch
+from hororing.rendezvous.protocol import printable
 
 SUFFIX = ".hororing"
 NAME = "hororing-recorder"
@@ -43,6 +45,7 @@ OF_SET = " of process set "  # in requests; names are scoped by set
 _JSON, _COUNTS, _RING, _EVENTS = 1024, 1024, 2048, 1024
 _EVENT = struct.Struct("<qiBBB49s")
 _SIZE = _RING + _EVENTS * _EVENT.size
+_MOST_STACK_BYTES = 2**18
 _KINDS = {1: "submitted", 2: "agreed", 3: "done", 4: "failed"}
 _COLLECTIVES = {
     int(getattr(lib, f"HR_{name.upper()}")): name
@@ -111,14 +114,10 @@ def note(**facts: int | None) -> None:
     _Own.mapped[:_JSON] = text.ljust(_JSON, b"\0")
 
 
-def printable(text: str) -> str:
-    """`text` with "?" for what would move a terminal's cursor, or need more room in JSON."""
-    return "".join(each if each.isprintable() else "?" for each in text)
-
-
 def _create(folder: str | None, rank: int) -> int:
     if folder is None:
         file = os.memfd_create(NAME)
+        os.fchmod(file, 0o600)
     else:
         os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, f"rank-{rank}.{os.getpid()}{SUFFIX}")
@@ -173,15 +172,21 @@ class Recording:
 
 
 def read(path: str | os.PathLike[str]) -> Recording:
-    """Read a recorder's file. ValueError for any other file."""
-    data = Path(path).read_bytes()
+    """Read a recorder's file. ValueError for any other file.
+
+    Another user may have written it: all texts are printable, and a pipe is not waited for.
+    """
+    with open(path, "rb", opener=_open_without_wait) as file:
+        is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+        data = file.read(_SIZE + _MOST_STACK_BYTES) if is_file else b""
     try:
-        facts = json.loads(data[:_JSON].rstrip(b"\0"))
+        facts = _facts(data)
         count, stacks = struct.unpack_from("<QI", data, _COUNTS)
-        offset = int(facts["wall_minus_monotonic_ns"])
         found = [_EVENT.unpack_from(data, _RING + i * _EVENT.size) for i in range(_EVENTS)]
-    except (ValueError, KeyError, TypeError, struct.error):
-        raise ValueError(f"{path} is not a flight recorder of hororing") from None
+    except (ValueError, KeyError, TypeError, RecursionError, struct.error):
+        name = printable(os.fspath(path))
+        raise ValueError(f"{name} is not a flight recorder of hororing") from None
+    offset = facts["wall_minus_monotonic_ns"]
     # Starting with the event that is overwritten next.
     ordered = found if count <= _EVENTS else found[count % _EVENTS :] + found[: count % _EVENTS]
     events = [
@@ -193,7 +198,24 @@ def read(path: str | os.PathLike[str]) -> Recording:
         for time_ns, process_set, kind, collective, length, name in ordered
         if time_ns != 0
     ]
-    return Recording(facts, events, stacks, data[_SIZE:].decode("utf-8", "replace"))
+    stack = data[_SIZE:].decode("utf-8", "replace").split("\n")
+    return Recording(facts, events, stacks, "\n".join(map(printable, stack)))
+
+
+def _open_without_wait(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def _facts(data: bytes) -> dict[str, Any]:
+    """The facts, of the types that `begin` writes. ValueError, KeyError, TypeError if not."""
+    facts: dict[str, Any] = json.loads(data[:_JSON].rstrip(b"\0"))
+    for name in ("host", "job", "command"):
+        facts[name] = printable(facts[name])
+    for name in ("pid", "stack_signal", "wall_minus_monotonic_ns", "rank", "size"):
+        unknown = facts[name] is None and name in ("rank", "size")
+        if not unknown and not (type(facts[name]) is int and abs(facts[name]) < 2**62):
+            raise TypeError(name)
+    return facts
 
 
 def _request(process_set: int, collective: int, length: int, name: bytes) -> str:
@@ -204,19 +226,26 @@ def _request(process_set: int, collective: int, length: int, name: bytes) -> str
     return f"{_COLLECTIVES.get(collective, '?')} '{cut}{text}'{of_set}"
 
 
-def find(pid: int) -> str | None:
+def find(pid: int, all_users: bool = False) -> str | None:
     """The path at which the recorder of a process can be read; None: it has none.
 
-    PermissionError for a process of another user.
+    PermissionError for that of another user: always, or for root unless `all_users`.
     """
-    folder = f"/proc/{pid}/fd"
-    for number in os.listdir(folder):
+    folder, owner = f"/proc/{pid}/fd", None
+    for path in (f"{folder}/{number}" for number in os.listdir(folder)):
         try:
-            target = os.readlink(f"{folder}/{number}").removesuffix(" (deleted)")
+            target = os.readlink(path).removesuffix(" (deleted)")
+            about = os.stat(path)
         except OSError:  # it was closed in the meantime
             continue
-        if target == f"/memfd:{NAME}" or target.endswith(SUFFIX):
-            return f"{folder}/{number}"
+        if target != f"/memfd:{NAME}" and not target.endswith(SUFFIX):
+            continue
+        if stat.S_ISREG(about.st_mode):
+            if all_users or about.st_uid == os.geteuid():
+                return path
+            owner = about.st_uid
+    if owner is not None:
+        raise PermissionError(f"the recorder of process {pid} is of user {owner}: --all-users")
     return None
 
 

@@ -76,6 +76,7 @@ def step(selector: selectors.BaseSelector, timeout_s: float | None = None) -> No
 def memory_file(name: str, data: bytes) -> int:
     """A descriptor of a file in memory, for ranks to inherit; no other user can open it."""
     number = os.memfd_create(f"hororing-{name}")
+    os.fchmod(number, 0o600)
     append(number, data)
     return number
 

@@ -31,6 +31,7 @@ _HANDSHAKE_S = 5.0  # longer than the store waits
 _ANSWER_S = 10.0  # for the store, beyond the deadline that the store watches itself
 _DONE_S = 5.0
 _RECEIVE_BYTES = 2**16
+_MOST_CHARACTERS = 1000  # of a refusal, which any server may send
 
 
 class RendezvousError(Exception):
@@ -409,7 +410,8 @@ def keep_watch(connection: socket.socket) -> None:
 
 def _accepted(answer: dict[str, Any]) -> dict[str, Any]:
     if "refused" in answer:
-        raise (_NotYet if answer.get("again") else _Refused)(str(answer["refused"]))
+        text = protocol.printable(str(answer["refused"])[:_MOST_CHARACTERS])
+        raise (_NotYet if answer.get("again") else _Refused)(text)
     return answer
 
 

@@ -60,6 +60,11 @@ class ProtocolError(Exception):
     """Received bytes that neither a store nor a member sends."""
 
 
+def printable(text: str) -> str:
+    """`text` of a stranger, with "?" for what would move the cursor of a terminal."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
 def encode(message: dict[str, Any]) -> bytes:
     """Make a frame. ValueError if it would be longer than MAX_BYTES."""
     body = _text(message)
@@ -228,7 +233,7 @@ def updated(generation: int, stamp: int, what: int) -> bytes:
 def parse_address(text: str) -> tuple[str, int]:
     """Read ``host:port``, ``1.2.3.4:port`` or ``[::1]:port``. ValueError with the problem."""
     found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:\s/]+)):(\d{1,5})", text)
-    if found is None or not 0 < int(found[3]) < 2**16:
+    if found is None or not 0 < int(found[3]) < 2**16 or not text.isprintable():
         raise ValueError(f"{text!r} is not an address: write host:port or [IPv6 address]:port")
     return found[1] or found[2], int(found[3])
 

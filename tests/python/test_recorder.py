@@ -5,6 +5,7 @@ Push tier, 10 s.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -76,6 +77,7 @@ if sys.argv[1] == "handled":
 hvd.init()
 for step in range(3000):
     hvd.allreduce(np.ones(4), name=f"{step}." + "long" * (step % 100))
+assert __import__("os").stat(recorder.find(__import__("os").getpid())).st_mode & 0o777 == 0o600
 seen = recorder.ask_for_stack(__import__("os").getpid(), recorder.find(__import__("os").getpid()))
 print(len(seen.events), seen.events[-1].request, bool(seen.stack), seen.unfinished())
 assert seen.facts["command"].isprintable(), seen.facts  # though this script has lines
@@ -115,6 +117,71 @@ def test_doctor_says_why_there_is_nothing_to_see(
     assert "has not called hororing's init()" in printed
     assert __main__.main(["doctor"]) == 1
     assert "--job" in capsys.readouterr().err
+
+
+def written(**facts: object) -> bytes:
+    """A recorder's file with one event and a stack, as a process of another user may write it."""
+    true = {
+        "pid": 1, "host": "h", "job": "j", "command": "c", "stack_signal": 0, "rank": 0, "size": 1,
+        "wall_minus_monotonic_ns": 0,
+    }  # fmt: skip
+    head = json.dumps({**true, **facts}).encode().ljust(1024, b"\0")
+    event = (1).to_bytes(8, "little") + bytes([0, 0, 0, 0, 1, 0, 9]) + b"\x1b[2J\x9bname"
+    ring = event.ljust(65536, b"\0")
+    return head + (1).to_bytes(8, "little").ljust(1024, b"\0") + ring + b"  File \x1b]52;c;eA==\x07"
+
+
+def test_doctor_prints_nothing_raw_that_another_user_may_have_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "\x1bc.hororing"
+    evil = "\x1b]0;title\x07\x9b2J\n"
+    file.write_bytes(written(host=evil, job=evil, command=evil))
+    told = ask(capsys, file)
+    assert "?]0;title??2J?, job ?]0;" in told
+    assert "File ?]52;c;eA==?" in told
+    assert told.replace("\n", "").isprintable()
+    for wrong in (
+        {"rank": evil}, {"pid": [evil]}, {"wall_minus_monotonic_ns": 10**300}, {"job": None},
+        {"stack_signal": 9.5}, {"size": True},
+    ):  # fmt: skip
+        file.write_bytes(written(**wrong))
+        assert __main__.main(["doctor", str(file)]) == 1, wrong
+        printed = capsys.readouterr().err
+        assert "?c.hororing is not a flight recorder" in printed
+        assert printed.replace("\n", "").isprintable()
+    file.write_bytes(b"[" * 1024 + bytes(66560))
+    assert __main__.main(["doctor", str(file)]) == 1
+
+
+def test_doctor_does_not_wait_for_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pipe = tmp_path / "a.hororing"
+    os.mkfifo(pipe)
+    held = os.open(pipe, os.O_RDWR)
+    signal.alarm(20)  # a read would wait for ever
+    try:
+        assert __main__.main(["doctor", "--pid", str(os.getpid()), str(pipe)]) == 1
+    finally:
+        signal.alarm(0)
+        os.close(held)
+    printed = capsys.readouterr().err
+    assert f"{pipe} is not a flight recorder" in printed
+    assert "has not called hororing's init()" in printed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can read what another user has written")
+def test_doctor_of_root_reads_other_users_only_on_request(capsys: pytest.CaptureFixture[str]):
+    file = os.memfd_create(recorder.NAME)
+    try:
+        os.write(file, written(pid=os.getpid()))
+        os.fchown(file, 12345, 12345)
+        assert __main__.main(["doctor", "--pid", str(os.getpid())]) == 1
+        assert "is of user 12345: --all-users" in capsys.readouterr().err
+        assert recorder.find(os.getpid(), all_users=True) == f"/proc/{os.getpid()}/fd/{file}"
+        assert f"pid {os.getpid()} on host h" in ask(capsys, "--all-users", "--pid", os.getpid())
+        assert "on host h" in ask(capsys, "--all-users", "--job", os.getpid())
+    finally:
+        os.close(file)
 
 
 def test_what_only_some_ranks_have_submitted_is_listed():

@@ -205,7 +205,19 @@ def test_words_and_repetitions_can_be_guessed_and_random_characters_cannot():
 def test_addresses_are_read_and_shown():
     for text in ("a-b.c:1", "1.2.3.4:65535", "[::1]:80", "[fe80::1%eth0]:80"):
         assert protocol.show_address(*protocol.parse_address(text)) == text
-    for text in ("", "a", "a:", "a:0", "a:65536", "::1:80", "a:b:1", "[]:1", "http://a:1", "a:-1"):
+    for text in (
+        "",
+        "a",
+        "a:",
+        "a:0",
+        "a:65536",
+        "::1:80",
+        "a:b:1",
+        "[]:1",
+        "http://a:1",
+        "a:-1",
+        "\x1bc:1",
+    ):
         with pytest.raises(ValueError, match="is not an address"):
             protocol.parse_address(text)
     assert protocol.is_loopback("localhost")
@@ -708,6 +720,25 @@ def test_a_server_that_is_no_store_is_no_hang():
         with pytest.raises(RendezvousError, match=r"within 0\.3 s; .*: "):  # only listens
             Member(address, secret=SECRET, job="a job", rank=0, size=1, timeout_s=0.3)
         assert time.monotonic() - began < 4
+
+
+def test_nothing_raw_of_a_server_that_has_proved_nothing_is_in_a_text():
+    refusal = protocol.encode({"refused": "\x1b]52;c;eA==\x07\x9b2J" + "x" * 10_000})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            connection.sendall(refusal)
+            connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(RendezvousError, match=r"\?\]52;c;eA==\?\?2Jx") as caught:
+            Member(address, secret=SECRET, job="a job", rank=0, size=1, timeout_s=DEADLINE_S)
+        thread.join()
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 2000
 
 
 def test_the_secret_is_in_no_text(made: Callable[..., Store], caplog: pytest.LogCaptureFixture):
