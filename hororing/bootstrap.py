@@ -404,17 +404,20 @@ def _secret_of(name: str, text: str) -> bytes:
 def _secret_in_memory(number: int) -> bytes:
     """Read the launcher's file. A rank's program may have started this one without the descriptor.
 
-    Python's subprocess passes none on, for example. The nearest ancestor that has it counts.
+    Python's subprocess passes none on, for example. The nearest ancestor that has it counts. From
+    now on, programs that this process starts do not inherit it.
     """
     pid = os.getpid()
     with contextlib.suppress(OSError):  # no /proc, or one of other processes
         while pid:
             place = f"/proc/{pid}/fd/{number}"
             if os.path.lexists(place) and os.readlink(place).startswith(_SECRET_FILE):
+                if pid == os.getpid():
+                    os.set_inheritable(number, False)
                 with open(place, "rb") as file:
                     return file.read(_MAX_SECRET_BYTES + 1)
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
-    # At this offset, so that a program that replaces this process can read it again.
+    # At this offset, so that this process can read it again.
     return os.pread(number, _MAX_SECRET_BYTES + 1, 0)
 
 

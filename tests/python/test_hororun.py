@@ -171,6 +171,18 @@ def test_ranks_know_their_places_and_the_secret_is_a_descriptor():
     assert told[0]["env"]["HORORING_JOB"] == told[1]["env"]["HORORING_JOB"]
 
 
+def test_programs_that_a_script_starts_inherit_no_secret():
+    script = (
+        "import os; from hororing import bootstrap, config, launch;"
+        "m = bootstrap.find(launch.detect(), config.load());"
+        "os.system('ls -l /proc/self/fd/'); m.done()"
+    )
+    done = run("-np", "2", sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    assert " 0 -> " in done.stdout
+    assert "secret" not in done.stdout
+
+
 def test_ranks_share_the_cores_of_their_host():
     shown = sh("echo threads=$OMP_NUM_THREADS")
     own = str(max(len(os.sched_getaffinity(0)) // 2, 1))
