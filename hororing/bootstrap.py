@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hororing import launch, starts
+from hororing import launch, private_folder, starts
 from hororing.config.forms import BOOL, BadText
 from hororing.launch import Launch
 from hororing.rendezvous import files, interfaces, protocol, torch_store, user_key
@@ -157,14 +157,15 @@ def _secret_or_own(given: bytes, job: str, insecure: bool, here: bool) -> bytes:
 
 
 def _by_file(job: JobSettings, timeout_s: float) -> Member:
-    directory = job.place.rendezvous.removeprefix(FILE)
-    if job.rank != 0:
-        return files.join(
-            directory, job=job.place.job, rank=job.rank, size=job.size, timeout_s=timeout_s
-        )
+    directory = Path(job.place.rendezvous.removeprefix(FILE))
     try:
-        if job.place.makes_directory:
-            os.makedirs(directory, mode=0o700, exist_ok=True)
+        if job.place.makes_directory:  # each rank finds the same one
+            places = private_folder.candidates() if job.place.one_host else []
+            directory = private_folder.find([directory, *places])
+        if job.rank != 0:
+            return files.join(
+                directory, job=job.place.job, rank=job.rank, size=job.size, timeout_s=timeout_s
+            )
         return files.serve(
             directory, job=job.place.job, size=job.size, timeout_s=timeout_s,
             one_host=job.place.one_host,
@@ -172,7 +173,7 @@ def _by_file(job: JobSettings, timeout_s: float) -> Member:
     except OSError as error:
         remedy = job.place.remedy or f"set {_PREFIX}RENDEZVOUS=file:///directory to another one"
         raise ValueError(
-            f"init: the ranks meet in {directory}, which rank 0 cannot write to "
+            f"init: the ranks meet in {directory}, which rank {job.rank} cannot use "
             f"({error.strerror}): {remedy}"
         ) from None
 

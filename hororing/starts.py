@@ -2,16 +2,17 @@
 
 ======================  ========================================================================
 torchrun, accelerate    torch's store at MASTER_ADDR:MASTER_PORT (rendezvous/torch_store.py)
-srun                    a file that only its user can read, named by the job and its step: in
+srun                    a file in a folder of its user alone, named by the job and its step: in
                         /dev/shm on one node, in ~/.hororing on several
 Kubernetes              rank 0's pod by its name in the job's headless service
 ======================  ========================================================================
 
-Pure, except for this host's name.
+Pure, except for this host's name and this process's user.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from hororing.launch import Launch
 FILE, TORCH = "file://", "torch://"
 KUBERNETES_PORT = 29411
 _ALONE = "HORORING_ALONE=1 makes this process a job of one rank"
-_ONE_NODE = "/dev/shm"
+_ONE_NODE = "/dev/shm/hororing-"
 _IN_HOME = ".hororing"
 
 
@@ -35,7 +36,7 @@ class Place:
     job: str
     one_host: bool = False  # all ranks are on this host
     makes_store: bool = False  # torch's store: rank 0 makes it, not an agent
-    makes_directory: bool = False
+    makes_directory: bool = False  # a folder of this user alone
     remedy: str = ""  # what to do if they do not meet there
 
 
@@ -88,7 +89,8 @@ def _slurm(started_by: Launch, env: Mapping[str, str]) -> Place:
             f"set; {_ALONE}"
         )
     if env.get("SLURM_STEP_NUM_NODES") == "1":
-        return Place(FILE + _ONE_NODE, name, one_host=True)
+        directory = f"{FILE}{_ONE_NODE}{os.geteuid()}"
+        return Place(directory, name, one_host=True, makes_directory=True)
     remedy = (
         "set HORORING_RENDEZVOUS=file:///directory to one that all nodes share and you can write"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,10 +12,11 @@ _FORMAT: Final = "hororing elastic state 1"
 
 
 def write(path: Path, commits: int, kept: Any) -> None:
-    """Write a commit to a file, atomically. OSError."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a commit to a file that only this user can read, atomically. OSError."""
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    number = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        with fresh.open("wb") as file:
+        with os.fdopen(number, "wb") as file:
             pickle.dump((_FORMAT, commits, kept), file, protocol=5)
             file.flush()
             os.fsync(file.fileno())
@@ -30,7 +32,7 @@ def read(path: Path) -> tuple[int, Any] | None:
     ValueError : it is not a state, or cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_without_wait) as file:
             form, commits, kept = pickle.load(file)
     except FileNotFoundError:
         return None
@@ -41,3 +43,8 @@ def read(path: Path) -> tuple[int, Any] | None:
     if form != _FORMAT:
         raise ValueError(f"save_to: {path} is not a state saved by hororing")
     return int(commits), kept
+
+
+def _open_without_wait(path: str, flags: int) -> int:
+    """Open it. An empty pipe is then a file without a state, not a hang."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -10,55 +10,63 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
-import stat
 from pathlib import Path
 from typing import Any
 
+from hororing import private_folder
 from hororing.rendezvous import offers, protocol
 from hororing.rendezvous.client import Member, RendezvousError
 from hororing.rendezvous.offers import Offer
 from hororing.rendezvous.protocol import ProtocolError
 
-_MAX_BYTES = 2**16
 
-
-def place(directory: str, job: str) -> Path:
+def place(directory: str | Path, job: str) -> Path:
     """The path of a job's file."""
     return Path(directory) / f"hororing-{job}.json"
 
 
 def serve(
-    directory: str, *, job: str, size: int, timeout_s: float, one_host: bool = False
+    directory: str | Path, *, job: str, size: int, timeout_s: float, one_host: bool = False
 ) -> Member:
     """Start the store in this process, rank 0, write its address, and connect.
 
     Raises
     ------
-    OSError : the directory cannot be written.
+    OSError : the file cannot be written; another user may have taken its name.
     RendezvousError : a job of that name is starting.
     """
     path = place(directory, job)
-    found, _ = _read(path)
+    found, reason = _read(path)
     if found is not None and _is_alive(found["owner"]):
         raise RendezvousError(
             f"{path} belongs to a running job (pid {found['owner'].get('pid')}): give each start "
             "of a job another HORORING_JOB"
         )
 
+    published = False
+
     def publish(offer: Offer) -> None:
-        _write(path, json.dumps({**offer, "owner": _owner(os.getpid())}))
+        nonlocal published
+        text = json.dumps({**offer, "owner": _owner(os.getpid())})
+        try:
+            private_folder.publish(path, text.encode(), replace=True)
+        except OSError as error:
+            if os.path.lexists(path):
+                raise PermissionError(error.errno, reason) from None
+            raise
+        published = True
 
     def withdraw() -> None:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        if published:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     return offers.make(
         publish, withdraw, job=job, size=size, timeout_s=timeout_s, one_host=one_host
     )
 
 
-def join(directory: str, *, job: str, rank: int, size: int, timeout_s: float) -> Member:
+def join(directory: str | Path, *, job: str, rank: int, size: int, timeout_s: float) -> Member:
     """Wait for the file, and connect. RendezvousError at the deadline."""
     path = place(directory, job)
     return offers.accept(lambda: _read(path), rank=rank, size=size, timeout_s=timeout_s)
@@ -70,37 +78,15 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, str]:
         # Makes NFS forget that the file did not exist a moment ago.
         os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     try:
-        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        return None, f"{path}: {error.strerror}"
-    with os.fdopen(number, "rb") as file:
-        about = os.fstat(number)
-        if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
-            return None, f"{path} is accessible to other users"
-        text = file.read(_MAX_BYTES)
-    try:
-        found = offers.parse(text)
+        found = offers.parse(private_folder.read(path))
         owner = protocol.take(found, "owner", dict)
+    except OSError as error:
+        return None, private_folder.describe(error, path)
     except ProtocolError:
         return None, f"{path} is not understood"
     if _is_alive(owner) is False:
         return None, f"{path} belongs to a job that has ended"
     return found, ""
-
-
-def _write(path: Path, text: str) -> None:
-    """Publish the complete file at once, readable by this user only."""
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    number = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(number, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(number)
-        os.replace(fresh, path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
 
 
 def _owner(pid: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from hororing import bootstrap, config, private_folder
+from hororing import bootstrap, config, private_folder, starts
 from hororing.launch import Launch, detect
 from hororing.rendezvous import files, interfaces, protocol, user_key
 from hororing.rendezvous.client import Member, RendezvousError
@@ -265,6 +265,51 @@ def test_the_file_of_a_directory_is_the_users_alone(tmp_path: Path):
         files.join(str(tmp_path), job="j", rank=1, size=2, timeout_s=0.05)
     one.done()
     assert not path.exists()
+
+
+@pytest.mark.parametrize("taken", ["folder", "file"])
+def test_a_pipe_that_another_user_puts_where_srun_ranks_meet_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str
+):
+    monkeypatch.setattr(starts, "_ONE_NODE", f"{tmp_path}/hororing-")
+    monkeypatch.setattr(private_folder, "candidates", lambda: [tmp_path / "second"])
+    folder = Path(f"{tmp_path}/hororing-{os.geteuid()}")
+    if taken == "folder":
+        os.mkfifo(folder, 0o666)
+    else:
+        folder.mkdir(mode=0o700)
+        os.mkfifo(files.place(folder, "slurm.4242.0"), 0o666)
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4242", "SLURM_STEP_NUM_NODES": "1"}
+
+    def body(rank: int) -> list[str]:
+        ranks = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": "2"}
+        member = find({**slurm, **ranks})
+        assert member is not None
+        texts = member.share(f"rank {rank}", 30)
+        member.done()
+        return texts
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(body, range(2))) == [["rank 0", "rank 1"]] * 2
+
+
+def test_rank_0_says_whose_file_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = files.place(tmp_path, "j")
+    os.mkfifo(path, 0o600)
+
+    def denied(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.replace", denied)  # as in a folder with the sticky bit
+    told = {"HORORING_RENDEZVOUS": f"file://{tmp_path}", "HORORING_JOB": "j"}
+    with pytest.raises(ValueError, match=rf"rank 0 cannot use \({path}: it is not a regular file"):
+        find({**told, "HORORING_RANK": "0", "HORORING_SIZE": "2"})
+    with pytest.raises(RendezvousError, match=rf"{path}: it is not a regular file; remove it"):
+        find({**told, "HORORING_RANK": "1", "HORORING_SIZE": "2"}, TIMEOUT_S=0.1)
+    if os.geteuid() == 0:
+        os.chown(path, 65533, 65533)
+        with pytest.raises(ValueError, match="it belongs to user 65533; remove it, or have it"):
+            find({**told, "HORORING_RANK": "0", "HORORING_SIZE": "2"})
 
 
 def stale(path: Path, **changes: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,23 @@ def test_a_file_that_cannot_be_is_an_error_that_names_it(tmp_path: Path):
         mine.commit()
     with pytest.raises(TypeError, match="State can be saved in memory only"):
         elastic.State(lambda each: each, lambda: 0)._kept()
+
+
+def test_no_other_user_gets_between_a_commit_and_its_file(tmp_path: Path):
+    path = tmp_path / "state"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("theirs")
+    (tmp_path / f".state.{os.getpid()}").symlink_to(elsewhere)  # a name that could be known
+    saved.write(path, 1, {})
+    assert elsewhere.read_text() == "theirs"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not path.is_symlink()
+    path.unlink()
+    os.mkfifo(path)
+    signal.alarm(20)  # a read would wait for ever
+    with pytest.raises(ValueError, match="cannot be read"):
+        saved.read(path)
+    signal.alarm(0)
 
 
 def test_a_failed_write_leaves_the_commit_before(tmp_path: Path):
