@@ -11,8 +11,10 @@ import re
 import shlex
 import shutil
 import signal
+import stat
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import IO
@@ -24,8 +26,16 @@ from hororing.hororun.local import STDERR, STDOUT
 from hororing.hororun.output import Output
 from hororing.hororun.plan import Place, Rendezvous
 from hororing.hosts import Host
+from hororing.rendezvous import protocol
 
 _NOT_FOUND, _FAILED = 127, 1
+
+# Names whose values hororun would rather not have in its command line.
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
+
+# mpirun itself would obey these. It takes others from its environment, because other users can see
+# its command line.
+_OF_MPIRUN = ("LD_", "OMPI_", "PATH", "PMIX_", "PRTE_")
 
 # mpirun has other flags for these, or none.
 _WITHOUT_MPI = (
@@ -280,6 +290,12 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str]:
             raise ValueError(f"-x {text}: write -x NAME or -x NAME=VALUE")
         if not equals and name not in own:
             raise ValueError(f"-x {name}: it is not set here; give -x {name}=VALUE")
+        if equals and _SECRET.search(name):
+            print(
+                f"hororun: all users of this host can see the value of -x {name}=... (ps): set the "
+                f"variable, and give -x {name}",
+                file=sys.stderr,
+            )
         found[name] = value if equals else own[name]
     if arguments.num_replicas:
         found["HORORING_NUM_REPLICAS"] = str(arguments.num_replicas)
@@ -357,7 +373,9 @@ def _read(
 
 
 def _export(path: str, flags: list[str], command: list[str]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            os.fchmod(file.fileno(), 0o600)  # -x may hold what others must not read
         json.dump({"flags": flags, "command": command}, file, indent=1)
         file.write("\n")
 
@@ -419,7 +437,7 @@ def _mpirun(arguments: argparse.Namespace, placed: list[Place], command: list[st
     words = ["mpirun", "-np", str(len(placed))]
     if arguments.hosts or arguments.hostfile:
         slots = {place.host: place.local_size for place in placed}
-        words += ["-H", ",".join(f"{name}:{count}" for name, count in slots.items())]
+        words += ["-H", ",".join(protocol.show_address(*each) for each in slots.items())]
     if arguments.tag_output is not False and len(placed) > 1:
         words += ["--output", "tag"]
     flags = knob_flags.chosen(arguments)
@@ -428,6 +446,10 @@ def _mpirun(arguments: argparse.Namespace, placed: list[Place], command: list[st
     given = [*arguments.variables, *(f"{name}={value}" for name, value in flags.items())]
     # One -x for each name: the last.
     passed = {text.partition("=")[0]: text for text in [*start.settings(), *given]}
+    own = launch.environment()
+    for name, equals, value in [text.partition("=") for text in passed.values()]:
+        if equals and name not in flags and not name.startswith(_OF_MPIRUN):
+            own[name], passed[name] = value, name
     words += [word for text in passed.values() for word in ("-x", text)]
     binding = []
     if arguments.numa_aware:
@@ -445,4 +467,4 @@ def _mpirun(arguments: argparse.Namespace, placed: list[Place], command: list[st
     if shutil.which(words[0]) is None:
         print("hororun: there is no mpirun", file=sys.stderr)
         return _NOT_FOUND
-    os.execvp(words[0], words)  # which handles signals itself, and ends its ranks
+    os.execvpe(words[0], words, own)  # which handles signals itself, and ends its ranks

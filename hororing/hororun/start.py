@@ -301,7 +301,7 @@ def ssh(port: int | None, identity_file: str | None) -> list[str]:
         words += ["-p", str(port)]
     if identity_file:
         words += ["-i", identity_file]
-    return words
+    return [*words, "--"]
 
 
 def is_local(host: str) -> bool:

@@ -91,10 +91,11 @@ def test_hosts_come_and_go_and_slots_that_stay_keep_their_past():
 
 def test_the_script_prints_hosts_with_or_without_slots():
     assert discovery.parse("a:2\n\n b \n", 4) == [Host("a", 2), Host("b", 4)]
+    assert discovery.parse("a:2\n[fd00::1]:1\na\n", 4) == [Host("a", 3), Host("fd00::1", 1)]
     assert discovery.parse("", None) == []
     for text, wanted in (
         ("a\n", "a has no number of slots: print host:slots, or give --slots-per-host"),
-        ("a:1\na:2", "'a' occurs twice"),
+        ("-l:1", "'-l' begins with '-'"),
         ("a 2", "'a 2' is not understood"),
     ):
         with pytest.raises(ValueError, match=wanted):

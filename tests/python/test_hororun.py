@@ -582,6 +582,33 @@ def test_flags_that_mpirun_does_not_have_are_refused_with_it():
     assert "--output cannot be combined with --mpi" in done.stderr
 
 
+def test_a_value_that_others_must_not_see_is_in_no_command_line_but_hororuns(tmp_path: Path):
+    fake = tmp_path / "mpirun"
+    fake.write_text('#!/bin/sh\necho "$@" "in its environment: $TOKEN"\n')
+    fake.chmod(0o755)
+    path = f"{tmp_path}:/usr/bin:/bin"
+    done = run("-np", "2", "--mpi", "-x", "TOKEN=abc", "-x", "B=c", "true", PATH=path)
+    assert done.returncode == 0, done.stderr
+    assert "-x TOKEN -x B true in its environment: abc" in done.stdout
+    assert "TOKEN=abc" not in done.stdout
+    assert "see the value of -x TOKEN=... (ps): set the variable, and give -x TOKEN" in done.stderr
+    assert "-x B" not in done.stderr
+    # The launcher of hororun's own is the test, hence no process of this user but hororun has it.
+    rank = (
+        "import glob, os\n"
+        "for path in glob.glob('/proc/[0-9]*/cmdline'):\n"
+        "    try: text = open(path, 'rb').read()\n"
+        "    except OSError: continue\n"
+        "    assert b'TOKEN=no-' + b'one' not in text or b'hororing.hororun' in text, text\n"
+        "assert os.environ['TOKEN'] == 'no-' + 'one'\n"
+    )
+    words = ["-np", "2", "-H", "localhost:1,there:1", "--rsh-agent", str(tmp_path / "rsh")]
+    (tmp_path / "rsh").write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
+    (tmp_path / "rsh").chmod(0o755)
+    done = run(*words, "-x", "TOKEN=no-one", sys.executable, "-c", rank)
+    assert done.returncode == 0, done.stderr
+
+
 def test_with_mpi_the_mpirun_line_is_printed_and_run(tmp_path: Path):
     fake = tmp_path / "mpirun"
     fake.write_text('#!/bin/sh\necho ran "$@"\nexit 4\n')

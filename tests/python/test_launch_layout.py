@@ -27,6 +27,10 @@ from hororing.hosts import Host, parse_hosts, read_hostfile
         ("n[08-11].cluster", [Host(f"n{i}.cluster") for i in ("08", "09", "10", "11")]),
         ("r[0-1]n[1-2]:3", [Host(f"r{r}n{n}", 3) for r in (0, 1) for n in (1, 2)]),
         ("10.0.0.[1-2]:2", [Host("10.0.0.1", 2), Host("10.0.0.2", 2)]),
+        ("[fd00::1]:1,[fd00::2]", [Host("fd00::1", 1), Host("fd00::2")]),
+        ("fd00::1,me@[fe80::2%eth0]:3", [Host("fd00::1"), Host("me@fe80::2%eth0", 3)]),
+        ("a:2,b,a:3,b", [Host("a", 5), Host("b", 2)]),
+        ("a[0-2],a1", [Host("a0"), Host("a1", 2), Host("a2")]),
     ],
 )
 def test_hosts_with_ranges_are_understood(text, hosts):
@@ -42,8 +46,8 @@ def test_hosts_with_ranges_are_understood(text, hosts):
         ("a[3-1]", r"\[3-1\]"),
         ("a[]", "not a number or a range"),
         ("a[x]", r"\[x\] in 'a\[x\]'"),
-        ("a,a", "'a' occurs twice"),
-        ("a[0-2],a1", "'a1' occurs twice"),
+        ("-l:1", "'-l' begins with '-'"),
+        ("x[fd00::1]", r"\[fd00::1\] in 'x\[fd00::1\]'"),
     ],
 )
 def test_hosts_that_make_no_sense_are_refused(text, reason):
@@ -55,8 +59,29 @@ def test_host_files_are_read(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("\ufeff# ours\na slots=4\n\nb  # the slow one\nc:2 # as in -H\n::1 slots=3\n")
     assert read_hostfile(file) == [Host("a", 4), Host("b"), Host("c", 2), Host("::1", 3)]
-    file.write_text("a\nb slot=4\n")
-    with pytest.raises(ValueError, match=r"hosts:2: expected 'name slots=N'"):
+    file.write_text(
+        "a slots = 2\nb slots=1 max_slots=4\nc  max-slots= 3 slots =2\nd max-slots=8\na slots=3\n"
+        "[fd00::1] slots=1\n[fd00::2]:2\npod[0-1] slots=4\n"
+    )
+    assert read_hostfile(file) == [
+        Host("a", 5), Host("b", 1), Host("c", 2), Host("d", 8), Host("fd00::1", 1),
+        Host("fd00::2", 2), Host("pod0", 4), Host("pod1", 4),
+    ]  # fmt: skip
+    for wrong in (
+        "b slot=4",
+        "b slots=2 max_slots=x",
+        "b:x",
+        "b c",
+        "b=2",
+        "b slots=1 slots=1",
+        "b:1 slots=1",
+        "-b",
+    ):
+        file.write_text(f"a\n{wrong}\n")
+        with pytest.raises(ValueError, match=r"hosts:2: expected 'name slots=N'"):
+            read_hostfile(file)
+    file.write_text("a slots=4 max_slots=2\n")
+    with pytest.raises(ValueError, match=r"hosts:1: 4 slots, of at most 2"):
         read_hostfile(file)
 
 
@@ -157,6 +182,12 @@ def test_flags_go_to_a_file_and_back(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads(file.read_text()) == {
         "flags": [*flags, "--dry-run"], "command": ["env", "-np", "7"],
     }  # fmt: skip
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o644)
+    assert hororun(*flags, "--export-config", str(file), "--dry-run", "--", "env", "-np", "7") == 0
+    assert file.stat().st_mode & 0o777 == 0o600
+    capsys.readouterr()
+    assert hororun(*flags, "--export-config", str(file), "--dry-run", "--", "env", "-np", "7") == 0
     before = capsys.readouterr().out
     assert before.count("A=1") == before.count("/env -np 7") == 4
     assert hororun(f"--import-config={file}") == 0
