@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -19,10 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Protocol
 
+from hororing import launch
+
 _READ_BYTES = 2**16
 _MOST_READS = 16  # 1 MiB: the largest pipe that a process can have without privileges
 STDOUT, STDERR, RESULT = "stdout", "stderr", "result"
 _SCRIPT = [sys.executable, "-I", "-S"]  # begins to run in a few ms
+# No other rank has the same ones. What a rank starts inherits them, and is known by them (guard).
+_MARKS = ("HORORING_JOB", "HORORING_RANK", "HORORING_PROCESS")
+_GUARD_S = 3.0  # longer than the guard takes
 
 
 class Sink(Protocol):
@@ -95,6 +101,13 @@ def _with_threads(program: Program) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(cores // ranks, 1)), **program.environment}
 
 
+def _mark(environment: Mapping[str, str]) -> list[str]:
+    """The variables by which the guard knows what a rank has started; none: they are not unique."""
+    found = [f"{name}={environment[name]}" for name in _MARKS if environment.get(name)]
+    known = len(found) > 1 and all(re.fullmatch(r"[\w=.-]+", each) for each in found)
+    return found if known else []
+
+
 class LocalRanks:
     """The ranks on this host. Everything happens in the thread that polls `selector`."""
 
@@ -131,7 +144,7 @@ class LocalRanks:
         assert popen.stderr is not None
         process = _Process(program, popen, os.pidfd_open(popen.pid))
         self._processes.append(process)
-        self._send_to_guard(guard, popen.pid)
+        self._send_to_guard(guard, popen.pid, _mark(program.environment))
         process.streams = {STDOUT: popen.stdout, STDERR: popen.stderr}
         if result is not None:
             process.streams[RESULT] = result
@@ -169,9 +182,10 @@ class LocalRanks:
             self._reap(process)
         self._processes.clear()
         if self._guard is not None and self._guard.stdin is not None:
-            self._guard.kill()
-            self._guard.wait()
-            self._guard.stdin.close()
+            with contextlib.suppress(OSError):  # it was killed
+                self._guard.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._guard.wait(_GUARD_S)
             self._guard = None
 
     def _reap(self, process: _Process) -> None:
@@ -183,9 +197,11 @@ class LocalRanks:
             self._selector.unregister(process.pidfd)
         os.close(process.pidfd)
 
-    def _send_to_guard(self, guard: subprocess.Popen[bytes], number: int) -> None:
+    def _send_to_guard(
+        self, guard: subprocess.Popen[bytes], number: int, mark: Sequence[str] = ()
+    ) -> None:
         assert guard.stdin is not None
-        guard.stdin.write(b"%d\n" % number)
+        guard.stdin.write(" ".join([str(number), *mark]).encode() + b"\n")
         guard.stdin.flush()
 
     def _start_guard(self) -> subprocess.Popen[bytes]:
@@ -195,6 +211,7 @@ class LocalRanks:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            env=launch.inherited(),  # an outer job must not end it first
         )
         return self._guard
 

@@ -409,6 +409,72 @@ def test_what_a_rank_leaves_behind_is_ended():
     wait_until(lambda: not any(map(is_alive, numbers(done.stdout))))
 
 
+# Starts three processes in sessions of their own, as services and daemons do, and prints their ids.
+DAEMONS = """
+import os, subprocess, sys, time
+deaf = subprocess.Popen(
+    ["sh", "-c", "trap '' TERM; echo up; sleep 600; sleep 600"], stdout=subprocess.PIPE,
+    start_new_session=True,
+)
+deaf.stdout.readline()
+sleep = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, start_new_session=True)
+os.system("setsid sh -c 'echo $$ > $TMPDIR/$RANK; exec sleep 600' > /dev/null 2>&1 &")
+path = os.path.join(os.environ["TMPDIR"], os.environ["RANK"])
+while not (os.path.exists(path) and open(path).read().endswith("\\n")):
+    time.sleep(0.01)
+print(f"pid={deaf.pid} pid={sleep.pid} pid={open(path).read().strip()}", flush=True)
+open(path + ".told", "w").close()
+while sum(name.endswith(".told") for name in os.listdir(os.environ["TMPDIR"])) < 2:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "fail", "TERM", "KILL"])
+def test_daemons_of_ranks_end_with_the_job(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    started: Callable[..., subprocess.Popen[str]],
+):  # fmt: skip
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    end = {"exit": "", "fail": "sys.exit(3)"}.get(how, "time.sleep(600)")
+    process = started("-np", "2", sys.executable, "-c", DAEMONS + end)
+    pids = numbers(line(process) + line(process))
+    assert len(pids) == 6
+    if how in ("TERM", "KILL"):
+        assert all(map(is_alive, pids))
+        process.send_signal(getattr(signal, f"SIG{how}"))
+    process.communicate(timeout=DEADLINE_S)
+    if how == "KILL":
+        wait_until(lambda: not any(map(is_alive, pids)))
+    assert not any(map(is_alive, pids))
+
+
+def test_the_guard_ends_the_daemons_of_an_ended_rank_and_no_others():
+    def daemon(*variables: str) -> subprocess.Popen[bytes]:
+        environ = dict(each.split("=") for each in variables)
+        return subprocess.Popen(["/bin/sleep", "600"], env=environ, start_new_session=True)
+
+    job = f"HORORING_JOB={os.urandom(8).hex()}"
+    first, second = daemon(job, "HORORING_RANK=0"), daemon(job, "HORORING_RANK=10", "A=b")
+    other = daemon("HORORING_JOB=other", "HORORING_RANK=0")
+    guard = subprocess.Popen([sys.executable, ROOT / "hororing/hororun/guard.py"],
+                             stdin=subprocess.PIPE, text=True)  # fmt: skip
+    assert guard.stdin is not None
+    try:
+        guard.stdin.write(f"{2**22} {job} HORORING_RANK=0\n{2**22 + 1} {job} HORORING_RANK=10\n")
+        guard.stdin.write(f"{2**22 + 2}\n{-(2**22)}\n")  # no such groups; one has no mark
+        guard.stdin.flush()
+        assert first.wait(DEADLINE_S) == -signal.SIGTERM
+        assert (second.poll(), other.poll()) == (None, None)
+        guard.stdin.close()
+        assert second.wait(DEADLINE_S) == -signal.SIGTERM
+        assert guard.wait(DEADLINE_S) == 0
+        assert other.poll() is None
+    finally:
+        for each in (first, second, other, guard):
+            each.kill()
+            each.wait()
+
+
 def test_what_a_rank_leaves_behind_may_print_on():  # push tier, 1 s
     with Path(os.devnull).open("wb") as nowhere:
         done = subprocess.run(
