@@ -72,6 +72,10 @@ class LocalHost:
         """Like `local.LocalRanks.reap`."""
         self._ranks.reap(rank)
 
+    def stopped(self) -> set[int]:
+        """Like `job.Host.stopped`."""
+        return self._ranks.stopped()
+
     def close(self) -> None:
         """Like `job.Host.close`."""
         self._ranks.close()
@@ -168,6 +172,10 @@ class RemoteHost:
     def reap(self, rank: int) -> None:
         """Like `local.LocalRanks.reap`."""
         self._send({"reap": rank})
+
+    def stopped(self) -> set[int]:
+        """Like `job.Host.stopped`: unknown."""
+        return set()
 
     def close(self) -> None:
         """Like `job.Host.close`. Waits some seconds until the agent has ended its ranks."""

@@ -19,6 +19,8 @@ from hororing.hororun.ending import Ending
 from hororing.hororun.local import RESULT, step
 from hororing.hororun.output import Output
 
+_LOOK_S = 1.0  # between two looks at ranks that have not ended as others have
+
 
 class CannotStartError(Exception):
     """The job cannot be started; the text says why."""
@@ -35,6 +37,9 @@ class Host(Protocol):
 
     def signal(self, number: int) -> None:
         """Send a signal to its ranks."""
+
+    def stopped(self) -> set[int]:
+        """Those of its ranks that a signal has stopped, as far as this process can see."""
 
     def close(self) -> None:
         """Clean up."""
@@ -71,6 +76,8 @@ class Job:
         self._on_finished = on_finished
         self._codes: dict[int, int] = {}
         self._begun = False
+        self._grace_s = grace_s
+        self._stopped_since: float | None = None
         self._ending = Ending(self.selector, self._send, grace_s, output)
 
     @property
@@ -147,12 +154,27 @@ class Job:
 
     def _await_ranks(self) -> None:
         while len(self._codes) < self._size:
-            step(self.selector, self._ending.left_s())
+            some_ended = bool(self._codes) and not self._ending.begun
+            step(self.selector, _LOOK_S if some_ended else self._ending.left_s())
             self._ending.take_signals(failed=self.failed is not None)
+            self._look_for_stopped()
             if self.failed and not self._ending.begun:
                 self._ending.stop(signal.SIGTERM)
             if not self._ending.go_on():
                 return
+
+    def _look_for_stopped(self) -> None:
+        """End the job if all ranks have ended but some that a signal has stopped."""
+        if not self._codes or self.failed or self._ending.begun:
+            return
+        left = set(range(self._size)) - self._codes.keys()
+        if not left or not left <= {rank for host in self.hosts for rank in host.stopped()}:
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = time.monotonic()
+        elif time.monotonic() - self._stopped_since >= self._grace_s:
+            self.failed = min(left), -signal.SIGSTOP
+            self._ending.stop(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
         for host in self.hosts:
@@ -203,6 +225,8 @@ def describe(code: int) -> str:
     """Describe how a process has ended."""
     if code >= 0:
         return f"has failed with exit code {code}"
+    if code == -signal.SIGSTOP:
+        return "was stopped by a signal, did not go on after all others had ended, and was killed"
     with contextlib.suppress(ValueError):
         return f"was killed by {signal.Signals(-code).name}"
     return f"was killed by signal {-code}"

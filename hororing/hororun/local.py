@@ -159,6 +159,10 @@ class LocalRanks:
             if process.running and rank in (None, process.program.rank):
                 _kill(process, number)
 
+    def stopped(self) -> set[int]:
+        """The ranks that a signal has stopped."""
+        return {each.program.rank for each in self._processes if each.running and _is_stopped(each)}
+
     def reap(self, rank: int) -> None:
         """End what an ended rank leaves behind, and forget it: another may take its place.
 
@@ -252,6 +256,11 @@ class LocalRanks:
             self._selector.unregister(stream)
             stream.close()
             self._sink.output(process.program.rank, name, b"")
+
+
+def _is_stopped(process: _Process) -> bool:
+    status = Path(f"/proc/{process.popen.pid}/stat").read_bytes()
+    return status.rpartition(b") ")[2].startswith(b"T")
 
 
 def _kill(process: _Process, number: int) -> None:

@@ -393,6 +393,25 @@ def test_ranks_and_their_children_die_with_hororun_even_if_it_is_killed(
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
+def test_a_rank_that_stays_stopped_when_all_others_have_ended_is_killed():
+    done = run("-np", "2", "--grace", "0.5", *sh("[ $RANK = 0 ] || kill -STOP $$"))
+    assert done.returncode == 128 + signal.SIGSTOP
+    wanted = "rank 1 was stopped by a signal, did not go on after all others had ended, and was"
+    assert wanted in done.stderr
+
+
+def test_a_rank_that_goes_on_is_not(started: Callable[..., subprocess.Popen[str]]):
+    script = "echo pid=$$; [ $RANK = 0 ] || { kill -STOP $$; sleep 1.5; echo done; }"
+    process = started("-np", "2", "--grace", "3", *sh(script))
+    pids = [
+        int(re.findall(r"pid=(\d+)", each)[0]) for each in sorted((line(process), line(process)))
+    ]
+    wait_until(lambda: not is_alive(pids[0]))
+    os.kill(pids[1], signal.SIGCONT)
+    out, _ = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, out) == (0, "[1] done\n")
+
+
 def test_a_rank_is_not_started_by_a_parent_that_is_dead():
     wrapper = ROOT / "hororing/hororun/exec_rank.py"
     done = subprocess.run([sys.executable, "-I", "-S", wrapper, "1", SH, "-c", "echo here"],
