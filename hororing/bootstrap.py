@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hororing import launch, private_folder, starts
+from hororing import launch, limits, private_folder, starts
 from hororing.config.forms import BOOL, BadText
 from hororing.launch import Launch
 from hororing.rendezvous import files, interfaces, protocol, torch_store, user_key
@@ -457,6 +457,8 @@ def _store(job: JobSettings) -> tuple[Store | None, str]:
     try:
         store.start_thread()
     except OSError as error:
+        if isinstance(error, limits.LimitError):
+            raise RendezvousError(str(error), refused=True) from None
         if error.errno == errno.EADDRINUSE:
             return None, f"rank 0 did not start a store, because port {port} of its host is in use"
         raise

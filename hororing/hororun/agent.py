@@ -20,13 +20,14 @@ import socket
 import sys
 from typing import Any
 
-from hororing import launch
+from hororing import launch, limits
 from hororing.hororun.local import LocalRanks, Program, append, memory_file, step
 from hororing.rendezvous import protocol
 from hororing.rendezvous.protocol import Frames
 
 MARK = b"hororun agent 1\n"
 _READ_BYTES = 2**16
+_FILES_OF_A_RANK = 4  # its output, its answer, its process
 
 
 class _Agent:
@@ -42,6 +43,7 @@ class _Agent:
         os.dup2(2, 1)  # nothing else may be printed between the frames
 
     def run(self) -> None:
+        limits.raise_files()
         os.write(self._out, MARK)
         self._send({"ready": free_port()})
         # A broken connection may also raise a signal.
@@ -92,6 +94,7 @@ class _Agent:
         seen = environment.get("SSH_CONNECTION", "").partition(" ")[0]
         descriptor = memory_file("secret", bytes.fromhex(message["secret"]))
         try:
+            limits.make_room(_FILES_OF_A_RANK * len(message["ranks"]), "the ranks of this host")
             for rank in message["ranks"]:
                 variables = {**environment, **rank["environment"]}
                 variables["HORORING_SECRET_FD"] = str(descriptor)
@@ -107,7 +110,7 @@ class _Agent:
                 )  # fmt: skip
                 self._ranks.start(program, descriptor)
         except OSError as error:
-            self._send({"error": f"{error.filename or message['command'][0]}: {error.strerror}"})
+            self._send({"error": limits.why_not_started(error, message["command"][0])})
         finally:
             os.close(descriptor)
 

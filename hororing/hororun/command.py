@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO
 
-from hororing import launch
+from hororing import launch, limits
 from hororing.hororun import allocation, elastic_flags, knob_flags, numa, plan, start
 from hororing.hororun.job import CannotStartError
 from hororing.hororun.local import STDERR, STDOUT
@@ -99,7 +99,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except CannotStartError as error:
         output.log(str(error))
     except OSError as error:
-        output.log(f"{error.filename or 'start'}: {error.strerror}")
+        output.log(limits.why_not_started(error, "start"))
     except KeyboardInterrupt:  # before the ranks were started
         return 128 + signal.SIGINT
     return _FAILED

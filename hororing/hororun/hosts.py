@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hororing import limits
 from hororing.hororun.agent import MARK
 from hororing.hororun.job import CannotStartError
 from hororing.hororun.local import LocalRanks, Program, Sink, memory_file, start
@@ -58,9 +59,7 @@ class LocalHost:
                 own = {**program.environment, "HORORING_SECRET_FD": str(descriptor)}
                 self._ranks.start(replace(program, environment=own), descriptor)
         except OSError as error:
-            raise CannotStartError(
-                f"{error.filename or programs[0].command[0]}: {error.strerror}"
-            ) from None
+            raise CannotStartError(limits.why_not_started(error, programs[0].command[0])) from None
         finally:
             os.close(descriptor)
 
@@ -129,7 +128,7 @@ class RemoteHost:
                 stderr=subprocess.PIPE,
             )
         except OSError as error:
-            raise CannotStartError(f"{rsh[0]}: {error.strerror}") from None
+            raise CannotStartError(limits.why_not_started(error, rsh[0])) from None
         pipes = self._popen.stdin, self._popen.stdout, self._popen.stderr
         assert None not in pipes
         self._in, self._out, self._err = (pipe for pipe in pipes if pipe is not None)

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Protocol
 
-from hororing import launch
+from hororing import launch, limits
 
 _READ_BYTES = 2**16
 _MOST_READS = 16  # 1 MiB: the largest pipe that a process can have without privileges
@@ -67,7 +67,9 @@ def start(command: Sequence[str], **how: object) -> subprocess.Popen[bytes]:
     """Start a process that leads a session and dies with this one."""
     wrapper = [*_SCRIPT, str(Path(__file__).with_name("exec_rank.py"))]
     return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
-        [*wrapper, str(os.getpid()), *command], start_new_session=True, **how
+        [*wrapper, str(os.getpid()), str(limits.users_files()), *command],
+        start_new_session=True,
+        **how,
     )
 
 

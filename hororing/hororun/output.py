@@ -67,6 +67,11 @@ class Output:
         self._parts: dict[tuple[int, str], bytes] = {}
         self._tails: dict[int, deque[bytes]] = {}
 
+    @property
+    def files_per_rank(self) -> int:
+        """The number of files that stay open for each rank."""
+        return 0 if self._directory is None else 2
+
     def write(self, rank: int, stream: str, data: bytes) -> None:
         """Add a piece; b"": the stream has ended."""
         parts = self._parts.pop((rank, stream), b"") + data

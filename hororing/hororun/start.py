@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hororing import launch
+from hororing import launch, limits
 from hororing.hororun import plan
 from hororing.hororun.agent import free_port
 from hororing.hororun.discovery import Discovery, Found
 from hororing.hororun.elastic import ElasticJob
 from hororing.hororun.elastic_flags import Elastic
 from hororing.hororun.hosts import LocalHost, RemoteHost
-from hororing.hororun.job import Job
+from hororing.hororun.job import CannotStartError, Job
 from hororing.hororun.local import Program, memory_file
 from hororing.hororun.output import Output
 from hororing.hororun.plan import Place, Rendezvous
@@ -70,6 +70,8 @@ def run(what: Start, output: Output) -> Job:
     size = len(what.placed)
     names = dict.fromkeys(place.host for place in what.placed)
     others = [name for name in names if not is_local(name)]
+    here_count = sum(place.host not in others for place in what.placed)
+    _make_room(what, output, size, here_count, connections=size)
     store, secret = new_store(size, bool(others), ends_are_noted=True)
     job = Job(size, output, grace_s=what.grace_s, on_finished=store.note_end)
     job.host_of = {place.rank: place.host for place in what.placed} if others else {}
@@ -127,6 +129,9 @@ def run_elastic(
     ) -> ElasticStore:
         others = [host.name for host in hosts if not is_local(host.name)]
         several = bool(others) or at_first.script is not None
+        here = sum(host.slots or 0 for host in hosts if host.name not in others)
+        # Each has a second connection, for signs of life.
+        _make_room(what, output, at_first.np, min(here, at_first.np), connections=2 * at_first.np)
         store = ElasticStore(
             job=job, secret=secret, host="" if several else "127.0.0.1", on_event=on_event,
             np=at_first.np, min_np=at_first.min_np, max_np=at_first.max_np,
@@ -193,6 +198,20 @@ def run_elastic(
         if payload is not None:
             os.close(payload)
     return ended
+
+
+def _make_room(what: Start, output: Output, size: int, here: int, connections: int) -> None:
+    """CannotStartError if this process may not open the files of `size` ranks, `here` on this host.
+
+    `connections` : of the ranks with the store.
+    """
+    limits.raise_files()
+    each = 3 + (what.payload is not None)  # its output, its process, its answer
+    files = each * here + connections + output.files_per_rank * size
+    try:
+        limits.make_room(files, f"{size} ranks, {here} of them on this host,")
+    except limits.LimitError as error:
+        raise CannotStartError(str(error)) from None
 
 
 def new_store(

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from hororing import bootstrap, config
+from hororing import bootstrap, config, limits
 from hororing.hororun import history
 from hororing.rendezvous import protocol
 from hororing.rendezvous.elastic_store import Done, ElasticStore, Ended, Event, Joined, Lost, World
@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     0: the job's processes have finished; 1: it cannot continue; 2: flags; 130: Ctrl-C; 143:
     SIGTERM.
     """
+    limits.raise_files()
     try:
         store, job = _made(arguments)
         store.listen()

@@ -72,7 +72,7 @@ class ElasticStore(Server):
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         super().__init__(job=job, secret=secret, host=host, port=port, insecure=insecure)
-        self._on_event = on_event
+        self._on_event, self._np = on_event, np
         self._elastic_timeout_s, self._peer_timeout_s = elastic_timeout_s, peer_timeout_s
         self._machine = Generations(
             np, np if min_np is None else min_np, np if max_np is None else max_np
@@ -120,6 +120,9 @@ class ElasticStore(Server):
 
     # -----------------------------------------------------------------------------------------
     # Messages of members
+
+    def _connections(self) -> int:
+        return 2 * self._np
 
     def _members(self) -> list[Peer]:
         return [*self._peers.values(), *self._beats.values()]

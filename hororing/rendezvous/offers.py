@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from hororing import limits
 from hororing.rendezvous import protocol
 from hororing.rendezvous.client import Deadline, Member, RendezvousError
 from hororing.rendezvous.interfaces import addresses, reached_at, towards
@@ -56,7 +57,10 @@ def make(
         job=job, size=size, secret=fresh, host=_LOOPBACK if one_host else "", one_start=True,
         when_complete=once,
     )  # fmt: skip
-    store.start_thread()
+    try:
+        store.start_thread()
+    except limits.LimitError as error:
+        raise RendezvousError(str(error), refused=True) from None
     own = towards(near) if near else ""
     own = "" if protocol.is_loopback(own) else own
     places = [_LOOPBACK] if one_host else list(dict.fromkeys(filter(None, [own, *addresses()])))

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
+import select
 import socket
 import threading
 from collections import Counter
@@ -20,6 +23,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from hororing import limits
 from hororing.rendezvous import protocol
 from hororing.rendezvous.client import keep_from_children, keep_watch
 from hororing.rendezvous.protocol import Hello, ProtocolError
@@ -89,6 +93,8 @@ class Server:
         self._secret = secret
         self._closing = False
         self._listener: socket.socket | None = None
+        self._reserve: int | None = None  # a descriptor, to refuse newcomers when none is left
+        self._out_of_files = False
         self._accepting: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._places: dict[_Place, None] = {}  # oldest first
@@ -97,7 +103,11 @@ class Server:
         self._stopping = threading.Lock()
 
     # -----------------------------------------------------------------------------------------
-    # Implemented by subclasses; called in the event loop
+    # Implemented by subclasses; called in the event loop, except `_connections`
+
+    def _connections(self) -> int:
+        """Return how many the job has at its start, with all its members."""
+        raise NotImplementedError
 
     def _members(self) -> list[Peer]:
         """Return the peers whose last messages must be sent before the store ends."""
@@ -124,8 +134,13 @@ class Server:
     # Life
 
     def listen(self) -> None:
-        """Bind and listen. OSError if the address is in use, or is not of this host."""
+        """Bind and listen. OSError if the address is in use, or is not of this host.
+
+        LimitError (also an OSError) if this process may not open a file for each connection.
+        """
+        limits.make_room(self._connections(), f"the {self._connections()} connections of the store")
         self._listener = _listen(self.host, self.port)
+        self._reserve = os.open(os.devnull, os.O_RDONLY)
         keep_from_children(self._listener)
         self.port = self._listener.getsockname()[1]
         if not self._secret:
@@ -158,6 +173,9 @@ class Server:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        if self._reserve is not None:
+            os.close(self._reserve)
+            self._reserve = None
 
     def start_thread(self) -> None:
         """Open it in its own thread; returns when members can connect."""
@@ -194,8 +212,9 @@ class Server:
         while True:
             try:
                 accepted, address = await loop.sock_accept(self._listener)
-            except OSError:  # no file descriptors left, or the peer has gone already
-                self._drop_one()
+            except OSError as error:  # or the peer has gone already
+                if error.errno in (errno.EMFILE, errno.ENFILE) and _is_ready(self._listener):
+                    await self._make_room()
                 await asyncio.sleep(_NO_FILES_S)
                 continue
             if len(self._places) >= _PLACES:
@@ -204,6 +223,29 @@ class Server:
                 await self._begin(accepted, address[0])
             except OSError:
                 accepted.close()
+
+    async def _make_room(self) -> None:
+        """One waits, and no file descriptor is left: drop a stranger, or else refuse it."""
+        text = (
+            f"the store has no file descriptors left: its process may open {limits.files()} "
+            f"(ulimit -n), and {len(self._members())} connections of ranks are open"
+        )
+        if not self._out_of_files:
+            self._out_of_files = True
+            logging.getLogger("hororing").error(text)
+        if self._places:
+            self._drop_one()
+            return
+        if self._reserve is None or self._listener is None:
+            return
+        os.close(self._reserve)
+        self._reserve = None
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError), self._listener.accept()[0] as accepted:
+            accepted.setblocking(False)
+            await loop.sock_sendall(accepted, protocol.encode({"refused": text}))
+        with contextlib.suppress(OSError):
+            self._reserve = os.open(os.devnull, os.O_RDONLY)
 
     async def _begin(self, accepted: socket.socket, address: str) -> None:
         loop = asyncio.get_running_loop()
@@ -274,6 +316,13 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     loop.run_forever()
     loop.close()
+
+
+def _is_ready(listener: socket.socket) -> bool:
+    """Whether a connection waits; accept needs a free descriptor even if none does."""
+    waiting = select.poll()
+    waiting.register(listener, select.POLLIN)
+    return bool(waiting.poll(0))
 
 
 def _listen(host: str, port: int) -> socket.socket:

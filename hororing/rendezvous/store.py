@@ -72,6 +72,9 @@ class Store(Server):
             status = self.statuses.get(rank)
             self._exchange.end(rank, status, f"rank {rank} has ended without calling init()")
 
+    def _connections(self) -> int:
+        return self.size
+
     def _members(self) -> list[Peer]:
         return list(self._peers.values())
 

@@ -414,7 +414,7 @@ def test_a_rank_that_goes_on_is_not(started: Callable[..., subprocess.Popen[str]
 
 def test_a_rank_is_not_started_by_a_parent_that_is_dead():
     wrapper = ROOT / "hororing/hororun/exec_rank.py"
-    done = subprocess.run([sys.executable, "-I", "-S", wrapper, "1", SH, "-c", "echo here"],
+    done = subprocess.run([sys.executable, "-I", "-S", wrapper, "1", "-1", SH, "-c", "echo here"],
                           capture_output=True, check=False, timeout=DEADLINE_S)  # fmt: skip
     assert (done.returncode, done.stdout) == (137, b"")
 

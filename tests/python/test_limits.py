@@ -1,0 +1,93 @@
+"""File descriptors: enough of them, or an error at once that says how many. Push tier, 4 s."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hororun_jobs import DEADLINE_S, HORORUN, environment, sh
+
+from hororing.rendezvous.store import Store
+
+# Members of a store, one after the other; prints the reasons of those that are refused.
+_MEMBERS = """
+import sys
+from hororing.rendezvous.client import Member, RendezvousError
+sys.stdin.readline()
+kept = []
+for rank in range(20):
+    try:
+        kept.append(Member(sys.argv[1], secret=bytes(32), job="a job", rank=rank, size=20,
+                           timeout_s=20))
+    except RendezvousError as error:
+        print(error)
+        break
+print(len(kept))
+"""
+
+
+def limited(
+    soft: int, hard: int, command: list[str], **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command with limits for its file descriptors."""
+    return subprocess.run(
+        command, env=environment(**more), capture_output=True, text=True, check=False,
+        timeout=DEADLINE_S, stdin=subprocess.DEVNULL,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
+    )  # fmt: skip
+
+
+def test_hororun_raises_its_soft_limit_and_ranks_keep_the_users():
+    done = limited(60, 4096, [*HORORUN, "-np", "16", *sh("ulimit -Sn")])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(line.split("] ")[1] for line in done.stdout.splitlines()) == ["60"] * 16
+
+
+def test_a_job_that_needs_more_is_refused_at_once_with_the_numbers():
+    began = time.monotonic()
+    done = limited(256, 256, [*HORORUN, "-np", "64", *sh("sleep 600")])
+    assert done.returncode == 1
+    assert time.monotonic() - began < DEADLINE_S / 3
+    assert "hororun: 64 ranks, 64 of them on this host, need about 2" in done.stderr
+    assert "which may have 256: raise the hard limit (ulimit -Hn)" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_rank_0_says_that_its_store_needs_more(tmp_path: Path):
+    script = "import hororing.numpy as hvd\nhvd.init()\n"
+    done = limited(
+        256, 256, [sys.executable, "-c", script], HORORING_RANK="0", HORORING_SIZE="500",
+        HORORING_RENDEZVOUS=f"file://{tmp_path}", HORORING_JOB="a",
+    )  # fmt: skip
+    assert "TransportError: init: the 500 connections of the store need about 5" in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_store_without_file_descriptors_says_so_to_those_it_refuses(
+    caplog: pytest.LogCaptureFixture,
+):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    store = Store(job="a job", size=20, secret=bytes(32))
+    store.start_thread()
+    members = subprocess.Popen(
+        [sys.executable, "-c", _MEMBERS, f"127.0.0.1:{store.port}"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    try:
+        taken = {int(each) for each in os.listdir("/proc/self/fd")}
+        most = [number for number in range(len(taken) + 8) if number not in taken][7]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+        reason, kept = members.communicate("go\n", DEADLINE_S)[0].splitlines()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        members.kill()
+        store.stop()
+    wanted = f"the store has no file descriptors left: its process may open {most} (ulimit -n)"
+    assert wanted in reason
+    assert int(kept) < 20
+    assert [each.getMessage() for each in caplog.records if wanted in each.getMessage()] != []
