@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/log.h"
 #include "transport/tcp/tcp_transport.h"
 
 namespace hororing {
@@ -23,6 +24,10 @@ constexpr TimeNs kFinalMessageTime = 100 * kMillisecond;
 constexpr int kDataIdleSeconds = 60, kDataIntervalSeconds = 10, kDataProbes = 6;
 // Time between two checks of deadlines, which raise no event.
 constexpr TimeNs kCheckInterval = 10 * kMillisecond;
+
+constexpr char kAdvice[] =
+    "its process may be stopped, a firewall may block the port, or HORORING_INTERFACE may name the "
+    "wrong network";
 
 constexpr uint32_t kAllEvents = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
 
@@ -118,6 +123,10 @@ void TcpTransport::AcceptAll() {
     Socket socket = Accept(listener_.fd());
     // If the process has no free file descriptors, it accepts the others later.
     accepting_ = socket || errno != EAGAIN;
+    if (!socket && accepting_ && !accept_failed_) {
+      accept_failed_ = true;
+      Log(LogLevel::kError, std::string("cannot accept connections: ") + std::strerror(errno));
+    }
     if (!socket) return;
     if (!WatchSocket(socket.fd(), kPending, kAllEvents).ok()) continue;
     if (pending_.size() == kMaxPending) pending_.pop_front();
@@ -185,8 +194,7 @@ void TcpTransport::Retry() {
       PeerOf(peer).lost = true;
       NoteFailure(Status(Code::kPeerLost,
                          "rank " + std::to_string(peer) + " cannot be reached at " + address +
-                             "; its process may be stopped, a firewall may block the port, or "
-                             "HORORING_INTERFACE may name the wrong network",
+                             (link.why.empty() ? std::string("; ") + kAdvice : ": " + link.why),
                          peer));
     } else if (!link.socket && now >= link.retry_ns) {
       link.retry_ns = After(now, kRetryInterval);
@@ -198,14 +206,20 @@ void TcpTransport::Retry() {
           link.handshake.reset();
           link.socket = Socket();
         }
+      } else {
+        link.why = begun.message();
       }
     }
   }
 }
 
 void TcpTransport::AdvanceLink(int peer, Plane plane, Link* link) {
+  errno = 0;  // it stays 0 if the peer closed the connection or has another secret
   const Handshake::State state = link->handshake->Advance(link->socket.fd());
   if (state == Handshake::State::kUnderWay) return;
+  if (state == Handshake::State::kFailed && errno != 0) {
+    link->why = std::string(std::strerror(errno)) + "; " + kAdvice;
+  }
   link->handshake.reset();
   if (state == Handshake::State::kDone) return Open(peer, plane, link);
   link->socket = Socket();  // Retry makes a new one

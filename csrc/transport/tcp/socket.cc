@@ -5,6 +5,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <pthread.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -19,6 +20,7 @@ namespace hororing {
 namespace {
 
 constexpr int kFlags = SOCK_NONBLOCK | SOCK_CLOEXEC;
+constexpr rlim_t kSpareFiles = 64;  // for the script
 
 // The file descriptors of all Sockets, one bit each, for children that fork without exec: a
 // connection ends when its last process closes it. Higher descriptors are not tracked.
@@ -79,6 +81,23 @@ ptrdiff_t Moved(ptrdiff_t bytes) {
   return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR ? 0 : -1;
 }
 
+// Makes a socket. If it leaves few file descriptors for the script, or there is none left for it,
+// the soft limit becomes the hard one.
+template <typename Make>
+Socket WithRoom(const Make& make) {
+  int fd = make();
+  const int error = errno;
+  rlimit files = {};
+  if ((fd >= 0 || error == EMFILE) && getrlimit(RLIMIT_NOFILE, &files) == 0 &&
+      files.rlim_cur < files.rlim_max &&
+      (fd < 0 || static_cast<rlim_t>(fd) + kSpareFiles > files.rlim_cur)) {
+    files.rlim_cur = files.rlim_max;
+    if (setrlimit(RLIMIT_NOFILE, &files) == 0 && fd < 0) return Socket(make());
+  }
+  errno = error;
+  return Socket(fd);
+}
+
 }  // namespace
 
 Socket::Socket(int fd) : fd_(fd) { Hold(fd); }
@@ -117,16 +136,18 @@ Status Connect(const std::string& address, Socket* made) {
   }
   Addresses found(nullptr, &freeaddrinfo);
   HORORING_RETURN_IF_ERROR(Resolve(host, address.substr(colon + 1), AI_NUMERICHOST, &found));
-  Socket begun(socket(found->ai_family, SOCK_STREAM | kFlags, 0));
+  Socket begun = WithRoom([&] { return socket(found->ai_family, SOCK_STREAM | kFlags, 0); });
   if (!begun) return Refused("cannot make a socket", std::strerror(errno));
   if (connect(begun.fd(), found->ai_addr, found->ai_addrlen) != 0 && errno != EINPROGRESS) {
-    return Refused("cannot connect to " + address, std::strerror(errno));
+    return Refused("cannot connect (HORORING_INTERFACE chooses the network)", std::strerror(errno));
   }
   *made = std::move(begun);
   return Status::Ok();
 }
 
-Socket Accept(int listener) { return Socket(accept4(listener, nullptr, nullptr, kFlags)); }
+Socket Accept(int listener) {
+  return WithRoom([&] { return accept4(listener, nullptr, nullptr, kFlags); });
+}
 
 Status SendAtOnce(int fd) { return Set(fd, IPPROTO_TCP, TCP_NODELAY, 1, "TCP_NODELAY"); }
 

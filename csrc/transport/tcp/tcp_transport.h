@@ -84,6 +84,7 @@ class TcpTransport final : public Transport {
     size_t portion = 1;                  // this many bytes make a read event
     TimeNs retry_ns = 0;                 // when to connect again; 0: no need
     TimeNs give_up_ns = 0;
+    std::string why;  // the last attempt failed
     bool ready() const { return socket && !handshake; }
   };
   // The connections of one plane with one peer. All sends use the same one.
@@ -155,7 +156,8 @@ class TcpTransport final : public Transport {
   std::vector<int> losing_;                        // peers that lost a connection and may be alive
   Inbox inbox_;
   bool accepting_ = false;  // other connections may wait to be accepted
-  bool woken_ = false;      // since the last Sleep
+  bool accept_failed_ = false;
+  bool woken_ = false;  // since the last Sleep
   bool announced_ = false, closing_ = false, failure_shown_ = false;
   Status failure_;          // the first that a peer announced or this rank noticed
   Status broken_;           // what every later Wait returns

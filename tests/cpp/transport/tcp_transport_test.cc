@@ -395,6 +395,7 @@ TEST(a_rank_that_cannot_be_reached_is_an_error_that_names_its_address) {
     const Status status = alone->Wait(alone->Receive(1, &byte, 1), After(NowNs(), 20 * kSecond));
     CHECK(status.code() == Code::kPeerLost);
     CHECK(Contains(status.message(), places.addresses[1]));
+    CHECK(Contains(status.message(), address.empty() ? "Connection refused" : "unreachable"));
   }
 }
 
@@ -413,6 +414,40 @@ TEST(a_silent_connection_is_probed_several_times_before_it_breaks) {
   CHECK_EQ(value(socket, TCP_USER_TIMEOUT), limit / kMillisecond);
   const int idle = value(socket, TCP_KEEPIDLE), interval = value(socket, TCP_KEEPINTVL);
   CHECK(idle + 4 * interval <= limit / kSecond);
+}
+
+// Rank 0 of two, in a process that may open no more files, and raise its limit to `most`.
+Status WithoutFiles(rlim_t most) {
+  Places places = Listeners(2);
+  TcpOptions options = Options(0);
+  options.connect_ns = 200 * kMillisecond;
+  std::unique_ptr<Transport> world;
+  CHECK_OK(
+      TcpTransport::Make(0, places.addresses, std::move(places.listeners[0]), options, &world));
+  rlimit before;
+  CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit none = {3, most};
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+  char byte = 0;
+  const Status status = world->Wait(world->Send(1, &byte, 1), After(NowNs(), kSecond));
+  rlimit after;
+  CHECK_EQ(getrlimit(RLIMIT_NOFILE, &after), 0);
+  CHECK_EQ(after.rlim_cur, most);
+  return status;
+}
+
+TEST(a_process_that_needs_more_file_descriptors_raises_its_limit_or_says_what_it_lacks) {
+  const auto in_child = [](rlim_t most, const char* wanted) {
+    const pid_t child = fork();
+    if (child == 0) _exit(Contains(WithoutFiles(most).message(), wanted) ? 0 : 1);
+    int status = 0;
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK_EQ(status, 0);
+  };
+  rlimit limit;
+  CHECK_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+  in_child(limit.rlim_max, "; its process may be stopped");
+  in_child(3, "cannot make a socket: Too many open files");
 }
 
 TEST(a_process_without_free_file_descriptors_accepts_peers_later) {
