@@ -37,6 +37,7 @@ from hororing.launch import Launch
 from hororing.rendezvous import files, interfaces, protocol, torch_store, user_key
 from hororing.rendezvous.client import Member, RendezvousError
 from hororing.rendezvous.elastic_member import ElasticMember
+from hororing.rendezvous.patience import Patience
 from hororing.rendezvous.store import Store
 from hororing.starts import FILE, TORCH, Place
 
@@ -81,12 +82,13 @@ def find(
     if job is None or job.size == 1:
         return None
     timeout_s = settings["TIMEOUT_S"] or math.inf
+    patience = Patience(job.place.remedy)
     try:
         if job.place.rendezvous.startswith(FILE):
-            return _by_file(job, timeout_s)
+            return _by_file(job, timeout_s, patience)
         if job.place.rendezvous.startswith(TORCH):
-            return _by_torch(job, timeout_s)
-        return _by_address(job, timeout_s)
+            return _by_torch(job, timeout_s, patience)
+        return _by_address(job, timeout_s, patience)
     except RendezvousError as error:
         if job.place.remedy and not error.refused:
             error.args = (f"{error}; {job.place.remedy}",)
@@ -156,7 +158,7 @@ def _secret_or_own(given: bytes, job: str, insecure: bool, here: bool) -> bytes:
         raise ValueError(error.strerror) from None
 
 
-def _by_file(job: JobSettings, timeout_s: float) -> Member:
+def _by_file(job: JobSettings, timeout_s: float, patience: Patience) -> Member:
     directory = Path(job.place.rendezvous.removeprefix(FILE))
     try:
         if job.place.makes_directory:  # each rank finds the same one
@@ -164,8 +166,9 @@ def _by_file(job: JobSettings, timeout_s: float) -> Member:
             directory = private_folder.find([directory, *places])
         if job.rank != 0:
             return files.join(
-                directory, job=job.place.job, rank=job.rank, size=job.size, timeout_s=timeout_s
-            )
+                directory, job=job.place.job, rank=job.rank, size=job.size, timeout_s=timeout_s,
+                patience=patience,
+            )  # fmt: skip
         return files.serve(
             directory, job=job.place.job, size=job.size, timeout_s=timeout_s,
             one_host=job.place.one_host,
@@ -178,17 +181,17 @@ def _by_file(job: JobSettings, timeout_s: float) -> Member:
         ) from None
 
 
-def _by_torch(job: JobSettings, timeout_s: float) -> Member:
+def _by_torch(job: JobSettings, timeout_s: float, patience: Patience) -> Member:
     address, one_host = job.place.rendezvous.removeprefix(TORCH), job.place.one_host
     here = one_host or _is_of_this_host_alone(address)
     return torch_store.meet(
         address, job=job.place.job, rank=job.rank, size=job.size, timeout_s=timeout_s,
         secret=_secret_or_own(job.secret, job.place.job, False, here), one_host=one_host,
-        makes_store=job.place.makes_store,
+        makes_store=job.place.makes_store, patience=patience,
     )  # fmt: skip
 
 
-def _by_address(job: JobSettings, timeout_s: float) -> Member:
+def _by_address(job: JobSettings, timeout_s: float, patience: Patience) -> Member:
     rendezvous = job.place.rendezvous
     secret = _secret_or_own(job.secret, job.place.job, job.insecure, _is_here(rendezvous))
     job = replace(job, secret=secret)
@@ -197,7 +200,7 @@ def _by_address(job: JobSettings, timeout_s: float) -> Member:
     try:
         member = Member(
             address, secret=job.secret, job=job.place.job, rank=job.rank, size=job.size,
-            timeout_s=timeout_s, insecure=job.insecure,
+            timeout_s=timeout_s, insecure=job.insecure, patience=patience,
         )  # fmt: skip
     except BaseException as error:
         if store is not None:
@@ -238,7 +241,11 @@ def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> JobSet
     if "SECRET_FD" not in env or "TORCHELASTIC_RUN_ID" in everything:
         _check_torch(ranks, everything)  # not if the script of a rank has changed its variables
     if "RENDEZVOUS" in env:
-        place = Place(env["RENDEZVOUS"], starts.job(started_by, everything))
+        place = Place(
+            env["RENDEZVOUS"],
+            starts.job(started_by, everything),
+            remedy=_if_loopback(env["RENDEZVOUS"], ranks),
+        )
     else:
         place = starts.place(started_by, everything) or Place("", "")
     if "RENDEZVOUS" in env and not {"RANK", "SIZE"} & {*ranks}:
@@ -304,6 +311,17 @@ def _check_torch(ranks: Mapping[str, int], env: Mapping[str, str]) -> None:
         text = env.get(theirs, "")
         if name in ranks and text.isdecimal() and int(text) != ranks[name]:
             raise ValueError(f"{_PREFIX}{name}={ranks[name]} contradicts {theirs}={text}")
+
+
+def _if_loopback(places: str, ranks: Mapping[str, int]) -> str:
+    """Return what may be wrong if the ranks meet at a loopback address."""
+    if places.startswith(FILE) or ranks.get("LOCAL_SIZE") == ranks.get("SIZE"):
+        return ""
+    try:
+        hosts = [protocol.parse_address(each)[0] for each in places.split(",")]
+    except ValueError:  # an error later
+        return ""
+    return starts.if_loopback(f"{_PREFIX}RENDEZVOUS", hosts)
 
 
 def _missing_variable(name: str, other: str) -> ValueError:
@@ -460,7 +478,11 @@ def _store(job: JobSettings) -> tuple[Store | None, str]:
         if isinstance(error, limits.LimitError):
             raise RendezvousError(str(error), refused=True) from None
         if error.errno == errno.EADDRINUSE:
-            return None, f"rank 0 did not start a store, because port {port} of its host is in use"
+            without = f"rank 0 did not start a store, because port {port} of its host is in use"
+            logging.getLogger("hororing").warning(
+                "%s: by a store of this job, or by another program", without
+            )
+            return None, without
         raise
     return store, ""
 

@@ -36,6 +36,7 @@ from hororing.logs import Forwarder, logger
 from hororing.neighbours import Neighbours, job_of
 from hororing.process_end import install_hooks, reason_of, shutdown
 from hororing.rendezvous.client import Member, RendezvousError
+from hororing.rendezvous.patience import Patience
 
 # While init waits: seconds between two checks for signals, and for ended ranks of this host.
 _POLL_S, _NEIGHBOURS_S = 0.2, 0.5
@@ -256,7 +257,7 @@ def _run(
 
 def _await_start(neighbours: Neighbours | None, timeout_s: float) -> int:
     """Wait for the engine of hr_init; return its code. Ctrl-C works."""
-    began = time.monotonic()
+    began, patience = time.monotonic(), Patience()
     look_at = began + _NEIGHBOURS_S
     pending = True
     while pending:
@@ -265,6 +266,8 @@ def _await_start(neighbours: Neighbours | None, timeout_s: float) -> int:
         pending = code in (lib.HR_PENDING, lib.HR_ASKS)
         if code == lib.HR_ASKS and _process.member is not None:
             _answer(_process.member, timeout_s)
+        if pending and _process.member is None:
+            patience.say("this rank", "MPI to connect all ranks, each of which must call init")
         # MPI_Init may also fail because of a dead rank, without saying which.
         if neighbours is None or not (now >= look_at or code == lib.HR_TRANSPORT):
             continue

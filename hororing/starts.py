@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from hororing import launch
 from hororing.launch import Launch
+from hororing.rendezvous import protocol
 
 FILE, TORCH = "file://", "torch://"
 KUBERNETES_PORT = 29411
@@ -73,11 +74,23 @@ def _torch(started_by: Launch, env: Mapping[str, str]) -> Place:
     if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
         raise ValueError(f"init: MASTER_PORT={port!r} is not a port")
     host = env["MASTER_ADDR"]
+    one_host = started_by.local_size == started_by.size
     return Place(
         f"{TORCH}[{host}]:{port}" if ":" in host else f"{TORCH}{host}:{port}",
         _name("torchrun", env.get("TORCHELASTIC_RUN_ID"), env.get("TORCHELASTIC_RESTART_COUNT")),
-        one_host=started_by.local_size == started_by.size,
+        one_host=one_host,
         makes_store=env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        remedy="" if one_host else if_loopback("MASTER_ADDR", [host]),
+    )
+
+
+def if_loopback(variable: str, hosts: list[str]) -> str:
+    """Return what may be wrong if all `hosts`, at which ranks meet, are loopback addresses."""
+    if not all(map(protocol.is_loopback, hosts)):
+        return ""
+    return (
+        f"{hosts[0]} is this host, and no other one reaches it: if there are ranks on other hosts, "
+        f"set {variable} to an address of rank 0's host"
     )
 
 

@@ -10,6 +10,7 @@ import hmac
 import math
 import os
 import secrets
+import select
 import selectors
 import socket
 import threading
@@ -21,6 +22,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from hororing.rendezvous import protocol
+from hororing.rendezvous.patience import Patience
 from hororing.rendezvous.protocol import Frames, Hello, ProtocolError
 
 _RETRY_S = (0.02, 0.5)  # first and last pause between two attempts to connect
@@ -47,6 +49,10 @@ class RendezvousError(Exception):
         super().__init__(text)
         self.rank = rank
         self.refused = refused
+
+
+class _MissingError(RendezvousError):
+    """Ranks did not come in time."""
 
 
 class _Refused(Exception):
@@ -92,6 +98,12 @@ class _Stream:
             self._messages.extend(self._frames.feed(part))
         return self._messages.popleft()
 
+    def is_ready(self, timeout_s: float) -> bool:
+        """Wait for something to receive, for at most `timeout_s`."""
+        waiting = select.poll()
+        waiting.register(self.socket, select.POLLIN)
+        return bool(self._messages or waiting.poll(1000 * timeout_s))
+
     def _arm(self, deadline: Deadline) -> None:
         left_s = deadline.left_s()
         if left_s == 0:
@@ -113,6 +125,7 @@ class Member:
     uid : of a process without a rank (rank -1, size 0); see `elastic_member.ElasticMember`.
     host : name of this host in error texts; None: its own.
     timeout_s : how long to try; infinite: forever.
+    patience : says from time to time why there is no store yet.
 
     Attributes
     ----------
@@ -139,6 +152,7 @@ class Member:
         host: str | None = None,
         timeout_s: float = 60.0,
         insecure: bool = False,
+        patience: Patience | None = None,
     ) -> None:
         self.job, self.rank, self.size, self.uid = job, rank, size, uid
         self.generation = 0
@@ -151,6 +165,7 @@ class Member:
         self._lock = threading.Lock()
         self._shares = 0
         self._stream: _Stream | None = None
+        self._patience = patience or Patience()
         places = {text: protocol.parse_address(text) for text in address.split(",")}
         protocol.check_secret(secret, insecure)
         self._stream, self.address = self._connect(places, secret, timeout_s)
@@ -179,17 +194,31 @@ class Member:
         """
         if len(text) > protocol.TEXT_CHARACTERS:
             raise ValueError(f"a text of {len(text)} characters, of {protocol.TEXT_CHARACTERS}")
+        patience, end = Patience(), Deadline(timeout_s)
         with self._lock:
-            key = f"share {self._shares}"
-            deadline = self._send_text(key, text, timeout_s)
-            texts: list[str] = []
-            while len(texts) < self.size:
-                message = self._next(key, deadline)
-                if message.get("first") != len(texts):
-                    raise self._failed(ProtocolError("a part of the answer is missing"))
-                texts += self._take(message, "texts", list)
-            self._shares += 1
-            return texts
+            while True:
+                # Rank 0 asks again and again, because only the store knows who is missing.
+                most_s = patience.left_s() if self.rank == 0 else math.inf
+                try:
+                    texts = self._gather(text, min(end.left_s(), most_s))
+                except _MissingError as error:
+                    if end.left_s() == 0:
+                        raise
+                    patience.say("rank 0", f"the others: {error}")
+                else:
+                    self._shares += 1
+                    return texts
+
+    def _gather(self, text: str, timeout_s: float) -> list[str]:
+        key = f"share {self._shares}"
+        deadline = self._send_text(key, text, timeout_s)
+        texts: list[str] = []
+        while len(texts) < self.size:
+            message = self._next(key, deadline)
+            if message.get("first") != len(texts):
+                raise self._failed(ProtocolError("a part of the answer is missing"))
+            texts += self._take(message, "texts", list)
+        return texts
 
     def done(self, status: int = 0) -> None:
         """Report that this rank ends normally, and close. Raises nothing if the store is lost."""
@@ -251,6 +280,8 @@ class Member:
             message = self._receive(deadline)
             if message.get("key") != key:
                 continue
+            if "missing" in message:
+                raise _MissingError(str(message.get("error")))
             if "error" in message:
                 rank = message.get("rank", -1)
                 raise RendezvousError(str(message["error"]), rank if type(rank) is int else -1)
@@ -292,12 +323,13 @@ class Member:
                     reasons[text] = str(error)
                 except (OSError, EOFError, _NotYet) as error:
                     reasons[text] = _reason(error)
+            who = f"{self._name()} on host {self.host}"
+            why = "; ".join(f"{text}: {reason}" for text, reason in reasons.items())
             if deadline.left_s() == 0:
                 raise RendezvousError(
-                    f"{self._name()} on host {self.host} found no store of its job within "
-                    f"{timeout_s:g} s; "
-                    + "; ".join(f"{text}: {reason}" for text, reason in reasons.items())
+                    f"{who} found no store of its job within {timeout_s:g} s; {why}"
                 )
+            self._patience.say(who, f"the store of its job: {why}")
             # Ranks that start together must not retry together.
             time.sleep(min(secrets.SystemRandom().uniform(0.5, 1) * pause_s, deadline.left_s()))
             pause_s = min(2 * pause_s, _RETRY_S[1])
@@ -337,13 +369,13 @@ def _connections(
     """Yield the outcome of each place as it becomes known, until the deadline."""
     with selectors.DefaultSelector() as selector:
         try:
-            for text, begun in chain(_begun(places), repeat(("", None))):
+            for text, begun, at in chain(_begun(places), repeat(("", None, ""))):
                 if isinstance(begun, OSError):
                     yield text, begun
                     continue
                 left_s = deadline.left_s()
                 if begun is not None:
-                    selector.register(begun, selectors.EVENT_WRITE, (text, begun))
+                    selector.register(begun, selectors.EVENT_WRITE, (text, begun, at))
                     wait_s = min(left_s, _ALONE_S)
                 elif selector.get_map():
                     wait_s = left_s
@@ -351,10 +383,10 @@ def _connections(
                     return
                 for key, _ in selector.select(wait_s):
                     selector.unregister(key.fileobj)
-                    yield key.data[0], _connected(key.data[1])
+                    yield key.data[0], _connected(key.data[1], key.data[2])
                 if left_s == 0:
                     for key in selector.get_map().values():
-                        yield key.data[0], TimeoutError("timed out")
+                        yield key.data[0], TimeoutError(f"timed out{key.data[2]}")
                     return
         finally:
             for key in selector.get_map().values():
@@ -363,18 +395,20 @@ def _connections(
 
 def _begun(
     places: Mapping[str, tuple[str, int]],
-) -> Iterator[tuple[str, socket.socket | OSError]]:
+) -> Iterator[tuple[str, socket.socket | OSError, str]]:
+    """Begin a connection with each address; the last text is the address if a name was given."""
     for text, (host, port) in places.items():
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
-            yield text, error
+            yield text, error, ""
             continue
         for family, _, _, _, address in found:
-            yield text, _begin(family, address)
+            at = "" if address[0] == host else f" ({address[0]})"
+            yield text, _begin(family, address, at), at
 
 
-def _begin(family: int, address: Any) -> socket.socket | OSError:
+def _begin(family: int, address: Any, at: str) -> socket.socket | OSError:
     try:
         begun = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:  # IPv6 that is turned off
@@ -384,10 +418,10 @@ def _begin(family: int, address: Any) -> socket.socket | OSError:
     if code in (0, errno.EINPROGRESS):
         return begun
     begun.close()
-    return OSError(code, os.strerror(code))
+    return OSError(code, os.strerror(code) + at)
 
 
-def _connected(begun: socket.socket) -> socket.socket | OSError:
+def _connected(begun: socket.socket, at: str) -> socket.socket | OSError:
     code = begun.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code == 0 and begun.getsockname() == begun.getpeername():
         # If no process listens on a port of this host, this very socket may have got that port.
@@ -395,7 +429,7 @@ def _connected(begun: socket.socket) -> socket.socket | OSError:
     if code == 0:
         return begun
     begun.close()
-    return OSError(code, os.strerror(code))
+    return OSError(code, os.strerror(code) + at)
 
 
 def keep_watch(connection: socket.socket) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from hororing.rendezvous import generations, protocol
 from hororing.rendezvous.client import Deadline, Member, RendezvousError
 from hororing.rendezvous.generations import World
+from hororing.rendezvous.patience import Patience
 
 
 class RetiredError(Exception):
@@ -102,7 +103,14 @@ class ElasticMember(Member):
 
     def _receive_reply(self, asked: int) -> dict[str, Any]:
         """Return the reply to this request. Skips replies to abandoned requests."""
+        patience = Patience()
         while True:
+            while self._stream is not None and not self._stream.is_ready(patience.left_s()):
+                patience.say(
+                    f"{self._name()} on host {self.host}",
+                    "the next generation of the elastic job, which begins when there are enough "
+                    "processes and those of the last one commit or fail",
+                )
             message = self._receive(Deadline(math.inf))
             if message.get("ask") == asked:
                 return message

@@ -104,7 +104,7 @@ class Exchange:
             missing = [
                 each for each in range(self._size) if each not in gather.texts and each != rank
             ]
-            wait.end(_reply(key, {"error": self._missing(missing)}))
+            wait.end(_reply(key, {"error": self._missing(missing), "missing": True}))
 
         wait = self._wait(peer, message, missed)
         gather.waits[rank] = wait

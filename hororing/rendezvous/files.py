@@ -17,6 +17,7 @@ from hororing import private_folder
 from hororing.rendezvous import offers, protocol
 from hororing.rendezvous.client import Member, RendezvousError
 from hororing.rendezvous.offers import Offer
+from hororing.rendezvous.patience import Patience
 from hororing.rendezvous.protocol import ProtocolError
 
 
@@ -66,10 +67,15 @@ def serve(
     )
 
 
-def join(directory: str | Path, *, job: str, rank: int, size: int, timeout_s: float) -> Member:
+def join(
+    directory: str | Path, *, job: str, rank: int, size: int, timeout_s: float,
+    patience: Patience | None = None,
+) -> Member:  # fmt: skip
     """Wait for the file, and connect. RendezvousError at the deadline."""
     path = place(directory, job)
-    return offers.accept(lambda: _read(path), rank=rank, size=size, timeout_s=timeout_s)
+    return offers.accept(
+        lambda: _read(path), rank=rank, size=size, timeout_s=timeout_s, patience=patience
+    )
 
 
 def _read(path: Path) -> tuple[dict[str, Any] | None, str]:

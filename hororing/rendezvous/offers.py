@@ -16,6 +16,7 @@ from hororing import limits
 from hororing.rendezvous import protocol
 from hororing.rendezvous.client import Deadline, Member, RendezvousError
 from hororing.rendezvous.interfaces import addresses, reached_at, towards
+from hororing.rendezvous.patience import Patience
 from hororing.rendezvous.protocol import ProtocolError
 from hororing.rendezvous.store import Store
 
@@ -92,12 +93,15 @@ def accept(
     size: int,
     timeout_s: float,
     secret: bytes = b"",
+    patience: Patience | None = None,
 ) -> Member:
     """Wait for an offer, and connect. RendezvousError at the deadline.
 
-    `look` returns the present offer, or None and the reason.
+    `look` returns the present offer, or None and the reason. `patience` : as that of `Member`.
     """
     deadline = Deadline(timeout_s)
+    patience = patience or Patience()
+    who = f"rank {rank} on host {socket.gethostname()}"
     while True:
         offer, reason = look()
         if offer is not None:
@@ -115,9 +119,9 @@ def accept(
                 reason = str(error)
         if deadline.left_s() == 0:
             raise RendezvousError(
-                f"rank {rank} on host {socket.gethostname()} found no store of its job within "
-                f"{timeout_s:g} s; {reason}"
+                f"{who} found no store of its job within {timeout_s:g} s; {reason}"
             )
+        patience.say(who, f"the store of its job: {reason}")
         time.sleep(min(_POLL_S, deadline.left_s()))
 
 

@@ -28,6 +28,7 @@ from typing import Any, TypeVar, cast
 from hororing.rendezvous import offers, protocol
 from hororing.rendezvous.client import Deadline, Member, RendezvousError
 from hororing.rendezvous.offers import Offer
+from hororing.rendezvous.patience import Patience
 from hororing.rendezvous.protocol import ProtocolError
 
 _KEY, _HOST = "hororing/offer", "hororing/host/"
@@ -48,6 +49,7 @@ def meet(
     secret: bytes = b"",
     one_host: bool = False,
     makes_store: bool = False,
+    patience: Patience | None = None,
 ) -> Member:
     """Find the other ranks by torch's store at `address`.
 
@@ -59,6 +61,7 @@ def meet(
     secret : of the job, which all ranks know; b"": a new one.
     one_host : all ranks are of one host.
     makes_store : if no store listens at `address`, rank 0 opens torch's store itself.
+    patience : as that of `Member`.
 
     Raises
     ------
@@ -67,11 +70,11 @@ def meet(
     """
     board = _Board(address, makes_store and rank == 0)
     if rank != 0:
-        return _accept(board, rank, size, Deadline(timeout_s), secret)
+        return _accept(board, rank, size, Deadline(timeout_s), secret, patience)
     remedy = f"torch's store at {address} cannot be used: {{reason}}; is MASTER_ADDR right?"
     return _make(
         board, job, size, Deadline(timeout_s), remedy, secret=secret, one_host=one_host,
-        near=protocol.parse_address(address)[0],
+        near=protocol.parse_address(address)[0], patience=patience,
     )  # fmt: skip
 
 
@@ -97,22 +100,30 @@ def host_of(store: Any) -> str:
     return str(getattr(store, "host", ""))
 
 
-def _accept(board: _Board, rank: int, size: int, deadline: Deadline, secret: bytes) -> Member:
+def _accept(
+    board: _Board, rank: int, size: int, deadline: Deadline, secret: bytes,
+    patience: Patience | None = None,
+) -> Member:  # fmt: skip
     try:
         return offers.accept(
-            board.look, rank=rank, size=size, timeout_s=deadline.left_s(), secret=secret
-        )
+            board.look, rank=rank, size=size, timeout_s=deadline.left_s(), secret=secret,
+            patience=patience,
+        )  # fmt: skip
     finally:
         board.close()
 
 
 def _make(
-    board: _Board, job: str, size: int, deadline: Deadline, remedy: str, **more: Any
-) -> Member:
+    board: _Board, job: str, size: int, deadline: Deadline, remedy: str,
+    patience: Patience | None = None, **more: Any,
+) -> Member:  # fmt: skip
+    waits = patience or Patience()
+
     def publish(offer: Offer) -> None:
         while (reason := board.publish(offer)) is not None:
             if deadline.left_s() == 0:
                 raise RendezvousError(remedy.format(reason=reason))
+            waits.say("rank 0", remedy.format(reason=reason))
             time.sleep(min(_RETRY_S, deadline.left_s()))
 
     return offers.make(

@@ -20,7 +20,7 @@ import pytest
 
 from hororing import bootstrap, config, private_folder, starts
 from hororing.launch import Launch, detect
-from hororing.rendezvous import files, interfaces, protocol, user_key
+from hororing.rendezvous import files, interfaces, patience, protocol, user_key
 from hororing.rendezvous.client import Member, RendezvousError
 from hororing.rendezvous.store import Store
 
@@ -223,6 +223,20 @@ def test_rank_0_says_why_it_has_no_store(
     with pytest.raises(RendezvousError, match=wanted):
         find(elsewhere, TIMEOUT_S=0.1)
     assert "is not an address of its host" in caplog.text  # at once
+
+
+def test_a_held_port_and_a_loopback_address_are_named_at_once(
+    port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(patience, "FIRST_S", 0.05)
+    environ = {"HORORING_RANK": "0", "HORORING_SIZE": "2", "HORORING_SECRET_KEY": KEY}
+    environ["HORORING_RENDEZVOUS"] = f"127.0.0.1:{port}"
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", port))
+        with pytest.raises(RendezvousError, match=r"because port .*; 127.0.0.1 is this host, and"):
+            find(environ, TIMEOUT_S=0.3)
+    assert f"because port {port} of its host is in use: by a store" in caplog.messages[0]
+    assert "set HORORING_RENDEZVOUS to an address of rank 0's host" in caplog.messages[1]
 
 
 def test_two_jobs_at_one_port_never_meet(port: int):

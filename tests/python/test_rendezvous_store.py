@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import tiers
 
-from hororing.rendezvous import client, protocol
+from hororing.rendezvous import client, patience, protocol
 from hororing.rendezvous.client import Member, RendezvousError
 from hororing.rendezvous.interfaces import addresses
 from hororing.rendezvous.protocol import Hello, ProtocolError
@@ -321,6 +321,38 @@ def test_who_does_not_come_in_time_is_named(made: Callable[..., Store]):
     with pytest.raises(RendezvousError, match=wanted):
         early.share("x", 0.05)
     here.close()
+
+
+def test_rank_0_says_whom_it_waits_for_while_it_waits(
+    made: Callable[..., Store], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(patience, "FIRST_S", 0.05)
+    store = made(3)
+    early, here = member(store, 0), member(store, 2)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(early.share, "early", DEADLINE_S)
+        wait_until(lambda: len(caplog.records) >= 2)
+        texts = on_threads(
+            2, lambda n: (here if n else member(store, 1)).share(f"late {n}", DEADLINE_S)
+        )
+        assert waits.result() == texts[0] == ["early", "late 0", "late 1"]
+    for record in caplog.records:
+        assert "init: rank 0 has waited 0 s for the others: rank 1 never" in record.getMessage()
+    assert len(caplog.records) < 10
+
+
+def test_who_finds_no_store_says_where_it_looks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(patience, "FIRST_S", 0.05)
+    with pytest.raises(RendezvousError, match="found no store"):
+        Member("localhost:1", secret=SECRET, job="a", rank=1, size=2, host="here", timeout_s=0.3)
+    wanted = (
+        "init: rank 1 on host here has waited 0 s for the store of its job: "
+        "localhost:1: [Errno 111] Connection refused (127.0.0.1)"
+    )
+    assert wanted in caplog.text
+    assert len(caplog.records) < 4
 
 
 def test_who_was_too_late_meets_the_others_when_they_try_again(made: Callable[..., Store]):
