@@ -200,18 +200,19 @@ class Member:
                 # Rank 0 asks again and again, because only the store knows who is missing.
                 most_s = patience.left_s() if self.rank == 0 else math.inf
                 try:
-                    texts = self._gather(text, min(end.left_s(), most_s))
+                    again = end.left_s() > most_s
+                    texts = self._gather(text, most_s if again else end.left_s(), again)
                 except _MissingError as error:
-                    if end.left_s() == 0:
+                    if not again or end.left_s() == 0:
                         raise
                     patience.say("rank 0", f"the others: {error}")
                 else:
                     self._shares += 1
                     return texts
 
-    def _gather(self, text: str, timeout_s: float) -> list[str]:
+    def _gather(self, text: str, timeout_s: float, again: bool) -> list[str]:
         key = f"share {self._shares}"
-        deadline = self._send_text(key, text, timeout_s)
+        deadline = self._send_text(key, text, timeout_s, again)
         texts: list[str] = []
         while len(texts) < self.size:
             message = self._next(key, deadline)
@@ -245,9 +246,14 @@ class Member:
             self._stream.socket.close()
             self._stream = None
 
-    def _send_text(self, key: str, text: str, timeout_s: float) -> Deadline:
+    def _send_text(
+        self, key: str, text: str, timeout_s: float, again: bool = False
+    ) -> Deadline:
+        """`again`: at the end of its time, this rank does not give up, but asks again."""
         deadline = Deadline(timeout_s + _ANSWER_S)
         request = {"do": "gather", "generation": self.generation, "key": key, "text": text}
+        if again:
+            request["again"] = True
         if math.isfinite(timeout_s):
             request["timeout_s"] = timeout_s
         self._send(request, deadline)

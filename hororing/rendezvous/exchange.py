@@ -1,7 +1,8 @@
 """The texts that the ranks of one generation share through the store.
 
-A rank that has sent its text is answered when all have, or at its deadline. Once a rank is lost,
-ranks that wait, now or later, get an error.
+A rank that has sent its text is answered when all have. At the first deadline of a rank, all that
+wait get the same error: who leaves because of it is not to blame. Once a rank is lost, ranks that
+wait, now or later, get an error.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Exchange:
     ----------
     lost : the reasons for lost ranks, by rank; then nothing can be gathered any more.
     statuses : the exit statuses of ranks that have ended normally.
+    missed : the error of the last exchange, for which ranks did not come in time; "": it was
+        complete.
     """
 
     def __init__(self, generation: int, size: int, peers: Mapping[int, Peer]) -> None:
@@ -54,6 +57,7 @@ class Exchange:
         self.lost: dict[int, str] = {}
         self.statuses: dict[int, int] = {}
         self._generation, self._size, self._peers = generation, size, peers
+        self.missed = ""
         self._gathers: dict[str, _Gather] = {}
 
     def answer(self, rank: int, peer: Peer, what: str, message: dict[str, Any]) -> None:
@@ -97,19 +101,27 @@ class Exchange:
         if earlier is not None:  # a wait that was interrupted
             earlier.cancel()
         gather.texts[rank] = text
+        asks_again = message.get("again") is True
 
         def missed() -> None:
             # A rank that gives up does not take part: all ranks get the texts, or none does.
-            del gather.waits[rank], gather.texts[rank]
-            missing = [
-                each for each in range(self._size) if each not in gather.texts and each != rank
-            ]
-            wait.end(_reply(key, {"error": self._missing(missing), "missing": True}))
+            missing = [each for each in range(self._size) if each not in gather.texts]
+            error = self._missing(missing)
+            ended = gather.waits
+            if asks_again:
+                ended = {rank: gather.waits.pop(rank)}
+                del gather.texts[rank]
+            else:
+                self.missed = error
+                del self._gathers[key]
+            for each in ended.values():
+                each.end(_reply(key, {"error": error, "missing": True}))
 
         wait = self._wait(peer, message, missed)
         gather.waits[rank] = wait
         if len(gather.texts) == self._size:
             del self._gathers[key]
+            self.missed = ""
             frames = _texts(key, [gather.texts[each] for each in range(self._size)])
             for each in gather.waits.values():
                 each.end(frames)
@@ -134,6 +146,8 @@ class Exchange:
         return "; ".join(parts)
 
     def _gone(self, key: str, rank: int) -> bytes:
+        if self.missed:  # why this rank has left
+            return _reply(key, {"error": self.missed})
         if rank in self.lost:
             text = self.lost[rank]
         else:

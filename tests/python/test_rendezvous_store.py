@@ -323,6 +323,25 @@ def test_who_does_not_come_in_time_is_named(made: Callable[..., Store]):
     here.close()
 
 
+def test_who_is_missing_is_named_to_all_and_who_gives_up_is_not(made: Callable[..., Store]):
+    store = made(4)
+    members = [member(store, rank) for rank in range(4)]  # rank 3 shares nothing
+
+    def body(rank: int) -> str:
+        with pytest.raises(RendezvousError) as error:
+            members[rank].share("x", 0.05 + rank / 10)
+        members[rank].close()  # as a rank that ends because of it
+        assert error.value.rank == -1
+        return str(error.value)
+
+    texts = set(on_threads(3, body))
+    assert len(texts) == 1
+    assert texts.pop().startswith("rank 3 connected, but did not get here: rank 3 (host here")
+    with pytest.raises(RendezvousError, match="rank 3 connected, but did not get here"):
+        members[3].share("late", DEADLINE_S)  # it learns the reason, too
+    members[3].close()
+
+
 def test_rank_0_says_whom_it_waits_for_while_it_waits(
     made: Callable[..., Store], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
