@@ -46,8 +46,8 @@ def engine_config(
         return keep[-1]
 
     fingerprint = (
-        f"version={ffi.string(lib.hr_version()).decode()}\ninit(process_sets)={process_sets}\n"
-        f"{settings.fingerprint()}"
+        f"version={ffi.string(lib.hr_version()).decode()}\n{settings.fingerprint()}\n"
+        f"init(process_sets)={process_sets}"
     )
     c_config = ffi.new("hr_config *")
     c_config.launched = started_by.min_size if launched else 0

@@ -1,8 +1,10 @@
 #include "engine/handshake.h"
 
+#include <algorithm>
 #include <map>
 #include <numeric>
 
+#include "base/sha256.h"
 #include "negotiation/validate.h"
 #include "transport/bootstrap.h"
 
@@ -25,8 +27,12 @@ std::map<std::string, std::string> ParseLines(const std::string& text) {
 }  // namespace
 
 Status CompareFingerprints(Transport& transport, const std::string& fingerprint, TimeNs deadline) {
+  TransportBootstrap bootstrap(&transport);
   std::vector<std::string> texts;
-  HORORING_RETURN_IF_ERROR(TransportBootstrap(&transport).Share(fingerprint, deadline, &texts));
+  // Usually the digests are equal, and the texts may be long.
+  HORORING_RETURN_IF_ERROR(bootstrap.Share(Sha256(fingerprint), deadline, &texts));
+  if (std::equal(texts.begin() + 1, texts.end(), texts.begin())) return Status::Ok();
+  HORORING_RETURN_IF_ERROR(bootstrap.Share(fingerprint, deadline, &texts));
   std::vector<std::map<std::string, std::string>> values;
   std::map<std::string, bool> knobs;
   for (const std::string& text : texts) {
@@ -42,9 +48,11 @@ Status CompareFingerprints(Transport& transport, const std::string& fingerprint,
       const auto value = of_rank.find(name);
       return value == of_rank.end() ? std::string("unknown there") : value->second;
     };
-    const std::string grouped = GroupedByRank(ranks, value_of);
-    if (grouped.find(';') == std::string::npos) continue;
-    differences += (differences.empty() ? "" : " | ") + knob + ": " + grouped;
+    size_t same = 1;
+    while (same < values.size() && value_of(same) == value_of(0)) ++same;
+    if (same == values.size()) continue;
+    differences +=
+        (differences.empty() ? "" : " | ") + knob + ": " + GroupedByRank(ranks, value_of);
   }
   if (differences.empty()) return Status::Ok();
   return Status(Code::kMismatch,

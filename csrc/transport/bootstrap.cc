@@ -6,20 +6,41 @@
 
 namespace hororing {
 
+// First all ranks share the length and the beginning of their texts. Usually that is all; longer
+// texts follow in full, to the same size on every rank, which all know by then.
 Status TransportBootstrap::Share(const std::string& mine, TimeNs deadline,
                                  std::vector<std::string>* texts) {
-  constexpr size_t kWidth = 4096;
-  std::vector<char> all(static_cast<size_t>(size()) * kWidth, '\0');
-  const auto place = [&](int rank) { return all.data() + static_cast<size_t>(rank) * kWidth; };
-  mine.copy(place(rank()), kWidth - 1);
-  const int next = (rank() + 1) % size(), previous = (rank() + size() - 1) % size();
-  for (int step = 0; step < size() - 1; ++step) {  // around a ring
-    const int out = (rank() + size() - step) % size(), in = (previous + size() - step) % size();
-    HORORING_RETURN_IF_ERROR(
-        SendReceive(transport_, next, place(out), kWidth, previous, place(in), kWidth, deadline));
-  }
+  std::vector<Beginning> beginnings(static_cast<size_t>(size()));
+  Beginning& own = beginnings[static_cast<size_t>(rank())];
+  own.bytes = mine.size();
+  mine.copy(own.text, sizeof own.text);
+  const auto beginning = [&](int of) { return beginnings[static_cast<size_t>(of)].place(); };
+  HORORING_RETURN_IF_ERROR(AroundRing(beginning, deadline));
   texts->clear();
-  for (int rank = 0; rank < size(); ++rank) texts->push_back(place(rank));
+  bool more = false;
+  for (const Beginning& each : beginnings) {
+    texts->emplace_back(each.text, std::min<size_t>(each.bytes, sizeof each.text));
+    more = more || each.bytes > sizeof each.text;
+  }
+  if (!more) return Status::Ok();
+  for (size_t i = 0; i < texts->size(); ++i) (*texts)[i].resize(beginnings[i].bytes);
+  (*texts)[static_cast<size_t>(rank())] = mine;
+  const auto whole = [&](int of) {
+    std::string& text = (*texts)[static_cast<size_t>(of)];
+    return Place{text.data(), text.size()};
+  };
+  return AroundRing(whole, deadline);
+}
+
+// Sends this rank's place and those that arrive around a ring, until all ranks have all of them.
+Status TransportBootstrap::AroundRing(const std::function<Place(int)>& place, TimeNs deadline) {
+  const int next = (rank() + 1) % size(), previous = (rank() + size() - 1) % size();
+  for (int step = 0; step < size() - 1; ++step) {
+    const Place out = place((rank() + size() - step) % size());
+    const Place in = place((previous + size() - step) % size());
+    HORORING_RETURN_IF_ERROR(SendReceive(transport_, next, out.data, out.bytes, previous, in.data,
+                                         in.bytes, deadline));
+  }
   return Status::Ok();
 }
 

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <condition_variable>
+#include <cstdint>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -25,7 +27,7 @@ class Bootstrap {
   virtual Status CheckPeers() { return Status::Ok(); }
 };
 
-// Over an existing transport, around a ring. Texts are cut to 4,095 bytes.
+// Over an existing transport, around a ring. Texts of any bytes and length.
 class TransportBootstrap final : public Bootstrap {
  public:
   explicit TransportBootstrap(Transport* transport) : transport_(*transport) {}
@@ -34,7 +36,20 @@ class TransportBootstrap final : public Bootstrap {
   Status Share(const std::string& mine, TimeNs deadline, std::vector<std::string>* texts) override;
   Status CheckPeers() override { return transport_.CheckPeers(); }
 
+  struct Place {
+    char* data;
+    size_t bytes;
+  };
+  // Of a text: what ranks send first.
+  struct Beginning {
+    uint64_t bytes = 0;  // of the whole text
+    char text[504] = {};
+    Place place() { return {reinterpret_cast<char*>(this), sizeof *this}; }
+  };
+
  private:
+  Status AroundRing(const std::function<Place(int)>& place, TimeNs deadline);
+
   Transport& transport_;
 };
 

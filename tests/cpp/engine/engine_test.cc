@@ -8,9 +8,11 @@
 #include <thread>
 #include <vector>
 
+#include "base/sha256.h"
 #include "check.h"
 #include "collective/collectives.h"
 #include "engine_world.h"
+#include "transport/bootstrap.h"
 
 using namespace hororing;
 using namespace hororing_test;
@@ -190,14 +192,15 @@ TEST(a_stall_fails_the_job_after_the_shutdown_time) {
   });
 }
 
-TEST(different_settings_are_refused_on_every_rank_with_the_knob_and_the_ranks) {
+// 3 ranks, of which rank 1 has another value of a knob behind `before` in its fingerprint.
+void CheckDifferentSettings(const std::string& before) {
   auto transports = MakeInprocWorld(3, 0);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 3; ++rank) {
     threads.emplace_back([&, rank] {
       EngineConfig config;
       config.timeout_ns = kTestTimeout;
-      config.fingerprint = "FUSION_BYTES=" + std::to_string(rank == 1 ? 1 : 2) + "\nOTHER=x\n";
+      config.fingerprint = before + "FUSION_BYTES=" + std::to_string(rank == 1 ? 1 : 2) + "\nX=x\n";
       const auto make_world = [&](World* world) {
         world->transport = std::move(transports[static_cast<size_t>(rank)]);
         world->topology = MakeTopology(rank, {"host", "host", "host"});
@@ -205,11 +208,22 @@ TEST(different_settings_are_refused_on_every_rank_with_the_knob_and_the_ranks) {
       };
       Player player;
       const std::string text = Start(config, make_world, &player).message();
-      CHECK(Contains(text, "FUSION_BYTES"));
-      CHECK(Contains(text, "rank 1"));
+      CHECK(Contains(text, "FUSION_BYTES: rank 1: 1; ranks 0,2: 2") ||
+            Contains(text, "FUSION_BYTES: ranks 0,2: 2; rank 1: 1"));
+      CHECK(!Contains(text, "SETS"));
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+TEST(different_settings_are_refused_on_every_rank_with_the_knob_and_the_ranks) {
+  CheckDifferentSettings("");
+}
+
+TEST(settings_behind_a_long_text_are_compared) {
+  for (const size_t bytes : {480u, 4200u, 1u << 20}) {
+    CheckDifferentSettings("SETS=" + std::string(bytes, ';') + "\n");
+  }
 }
 
 TEST(a_rank_that_gives_up_starting_is_heard_of_by_those_who_have_started) {
@@ -217,9 +231,11 @@ TEST(a_rank_that_gives_up_starting_is_heard_of_by_those_who_have_started) {
   auto transports = MakeInprocWorld(3, 0);
   std::thread stuck([&] {
     Transport& transport = *transports[1];
-    char text[4096] = "a=1", other[4096];
-    CHECK_OK(SendReceive(transport, 2, text, sizeof text, 0, other, sizeof other, kForever));
-    CHECK_OK(transport.Wait(transport.Receive(0, other, sizeof other), kForever));
+    TransportBootstrap::Beginning text, other;
+    const std::string digest = Sha256("a=1");
+    text.bytes = digest.copy(text.text, sizeof text.text);
+    CHECK_OK(SendReceive(transport, 2, &text, sizeof text, 0, &other, sizeof other, kForever));
+    CHECK_OK(transport.Wait(transport.Receive(0, &other, sizeof other), kForever));
   });
   Player players[3];
   const auto start = [&](int rank) {
