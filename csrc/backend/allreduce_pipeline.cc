@@ -20,7 +20,8 @@
 // cache.
 //
 // In place (output == input) is safe. A block's output is written by REDUCE, which has read that
-// very slice, and by UNPACK, after PACK has copied the block's other slices.
+// very slice, and by UNPACK, after PACK has copied the block's other slices. That holds for one
+// tensor: callers must not pass memory to a batch twice (capi/requests.cc, TensorTable::Claim).
 #include "backend/allreduce_pipeline.h"
 
 #include <algorithm>

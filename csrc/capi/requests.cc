@@ -121,6 +121,45 @@ Status CheckLocally(const TensorEntry& entry, const ProcessSet& set) {
   return Status::Ok();
 }
 
+// A reduction reads each input while results are written: no result may lie in the memory of
+// another tensor of the group. (A broadcast may name a tensor twice: both copies are the same.)
+Status CheckMemory(const TensorEntry& entry) {
+  const Request& request = entry.request;
+  if (!IsReduction(request.kind) || entry.views.size() < 2) return Status::Ok();
+  struct Range {
+    uintptr_t begin, end;
+    size_t index;
+    bool written;
+  };
+  std::vector<Range> ranges;
+  for (size_t i = 0; i < entry.views.size(); ++i) {
+    const TensorView& view = entry.views[i];
+    const auto begin = reinterpret_cast<uintptr_t>(view.input);
+    const bool in_place = view.output == view.input;
+    ranges.push_back({begin, begin + view.bytes(), i, in_place});
+    if (in_place || request.kind != Collective::kAllreduce) continue;
+    const auto result = reinterpret_cast<uintptr_t>(view.output);
+    ranges.push_back({result, result + view.bytes(), i, true});
+  }
+  std::sort(ranges.begin(), ranges.end(),
+            [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  Range any{}, written{};  // those that end last so far
+  for (const Range& range : ranges) {
+    if (range.begin == range.end) continue;
+    const Range& other = range.begin < written.end || !range.written ? written : any;
+    if (range.begin < other.end) {
+      const auto [one, two] = std::minmax(other.index, range.index);
+      return Invalid(request, "tensors " + std::to_string(one) + " and " + std::to_string(two) +
+                                  " of the group share memory, which the result of one would "
+                                  "change while the other is read; pass each tensor once (tied "
+                                  "weights, views), or reduce copies");
+    }
+    if (range.end > any.end) any = range;
+    if (range.written && range.end > written.end) written = range;
+  }
+  return Status::Ok();
+}
+
 // Fills in an entry. It may have been used before, so that its memory is reused.
 Status EntryFrom(const hr_request& from, TensorEntry* entry) {
   Request& request = entry->request;
@@ -193,7 +232,8 @@ Status MakeEntry(const hr_request& from, const SharedProcessSets& sets, int rank
   const std::shared_ptr<const ProcessSet> set = sets.Find(entry->request.process_set);
   HORORING_RETURN_IF_ERROR(CheckSet(entry->request, set.get(), rank));
   HORORING_RETURN_IF_ERROR(Split(from, *set, entry));
-  return CheckLocally(*entry, *set);
+  HORORING_RETURN_IF_ERROR(CheckLocally(*entry, *set));
+  return CheckMemory(*entry);
 }
 
 }  // namespace hororing

@@ -119,7 +119,7 @@ def case_a_part_of_a_gathered_result_keeps_its_memory() -> None:
 def case_kinds_of_arguments_and_results() -> None:
     size, mine = hvd.size(), np.full(2, hvd.rank())
     assert type(hvd.grouped_allreduce(each for each in [mine, mine])) is list
-    assert type(hvd.grouped_allreduce_([mine, mine])) is tuple
+    assert type(hvd.grouped_allreduce_([mine, mine.copy()])) is tuple
     assert type(hvd.grouped_allgather([mine, mine])) is tuple
     for call in (hvd.grouped_allreduce, hvd.grouped_allreduce_, hvd.grouped_allgather):
         with raises(ValueError, "there are no tensors"):
@@ -403,6 +403,21 @@ def case_one_thread_may_wait_for_what_another_has_started() -> None:
     thread.start()
     thread.join(60)
     assert results == [hvd.size()] * 20
+
+
+def case_tensors_of_a_reduction_must_not_share_memory() -> None:
+    x = np.full(40_000, 1.0, np.float32)
+    y = np.full(9, 1.0, np.float32)
+    for several, named in (
+        ([x, y, x], "tensors 0 and 2"),
+        ([y, x[:-1], x[1:]], "tensors 1 and 2"),
+        ([x[5:9], y, y.copy(), x], "tensors 0 and 3"),
+    ):
+        with raises(ValueError, f"allreduce 'tied' (SUBMIT): {named} of the group share memory"):
+            hvd.grouped_allreduce_(several, op=hvd.Sum, name="tied")
+    hvd.grouped_allreduce_([x[:9], y, x[9:]], op=hvd.Sum, name="tied")  # neighbours
+    for result in hvd.grouped_allreduce([x, y, x], op=hvd.Max, name="only read"):
+        assert (result == hvd.size()).all()
 
 
 def case_shutdown_and_init_again() -> None:
