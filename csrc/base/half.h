@@ -7,7 +7,8 @@
 //
 // Rounding is to nearest even, infinities and subnormals are kept, and a NaN becomes quiet and
 // keeps the upper bits of its payload, as with F16C.
-// REQUIRES: the floating-point environment rounds to nearest and does not flush subnormals.
+// REQUIRES: the floating-point environment rounds to nearest and does not flush subnormals (see
+// base/arithmetic.h).
 //
 // `static`, not merely `inline`: the files that include this are compiled for different
 // instruction sets, and a copy for AVX-512 must never be the one that the linker keeps for all.

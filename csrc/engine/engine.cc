@@ -9,6 +9,7 @@
 #include <future>
 #include <utility>
 
+#include "base/arithmetic.h"
 #include "base/log.h"
 #include "base/recorder.h"
 #include "base/reduce.h"
@@ -110,6 +111,7 @@ bool Engine::AwaitStart(TimeNs timeout_ns, Status* status) {
 // sent to its peers.
 void Engine::ThreadMain(const WorldMaker& make_world) {
   pthread_setname_np(pthread_self(), "hororing");
+  const StandardArithmetic arithmetic;  // not that of the thread that calls init
   const CallWatch::Thread watched(&calls_);
   World world;
   Status status;

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <utility>
 
+#include "base/arithmetic.h"
 #include "base/log.h"
 #include "negotiation/codec.h"
 
@@ -113,6 +114,7 @@ Loop::Handoff Loop::ProgressUntil(const std::function<bool()>& done, TimeNs dead
   // Peers ring while the last batch runs. After a few more steps there is usually nothing left, so
   // the engine's thread need not be woken.
   constexpr int kFinalSteps = 3;
+  const StandardArithmetic arithmetic;
   eventcount_->BeginCallerProgress();
   run_by_caller_ = true;
   uint32_t epoch = 0;

@@ -8,6 +8,7 @@
 #include <array>
 #include <mutex>
 
+#include "base/arithmetic.h"
 #include "base/recorder.h"
 #include "base/reduce.h"
 #include "engine/engine.h"
@@ -51,6 +52,7 @@ bool Engine::AllreduceOneShot(const TensorEntry& entry, int64_t* handle) {
   for (int rank = 0; rank < size; ++rank) {
     payloads[static_cast<size_t>(rank)] = exchange_->payload(rank);
   }
+  const StandardArithmetic arithmetic;
   ReduceMany(spec, size, view.output, payloads.data(), size, static_cast<size_t>(view.elements()));
   ++shared_.stats.submitted;
   ++shared_.stats.completed;

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/arithmetic.h"
 #include "base/reduce.h"
 #include "check.h"
 #include "engine_world.h"
@@ -193,6 +194,39 @@ TEST(equal_bits_at_once_and_by_the_loop) {
     });
     CHECK_EQ(met.load() % size, 0);
     if (size <= 2) CHECK(met.load() > 0);
+  }
+}
+
+TEST(sums_do_not_depend_on_how_the_callers_threads_compute) {
+#if defined(__SSE__)
+  const uint64_t flushes = 0x8040, rounds_up = 0x4000;
+#else
+  const uint64_t flushes = 1 << 24, rounds_up = 1 << 22;
+#endif
+  for (const int ranks : {1, 3}) {  // rank 0 alone, all
+    const auto adjust = [&](int rank, EngineConfig&) {
+      if (rank < ranks) SetArithmetic(kStandardArithmetic | flushes | rounds_up);
+    };
+    const auto script = [](Player& player) {
+      const uint64_t before = Arithmetic() & ~kArithmeticFlags;
+      for (int round = 0; round < 100; ++round) {
+        const float mine = player.rank == 0 ? 1.0f : 1e-8f;
+        std::vector<float> data{1e-40f, mine};
+        if (round % 2 == 0) {
+          CHECK_OK(player.Allreduce("x", data));
+        } else {
+          int64_t handle = 0;
+          CHECK_OK(player.Submit("y", data, ReduceOp::kSum, &handle));
+          CHECK_OK(player.Wait(handle));
+        }
+        int32_t bits[2];
+        std::memcpy(bits, data.data(), sizeof bits);
+        CHECK_EQ(bits[0], 3 * 71362);  // 1e-40
+        CHECK_EQ(bits[1], 0x3f800000);
+      }
+      CHECK_EQ(Arithmetic() & ~kArithmeticFlags, before);
+    };
+    Play(3, {}, script, adjust);
   }
 }
 
