@@ -25,6 +25,12 @@ def check_cores(settings: config.Config, started_by: Launch) -> None:
     settings.core_for(started_by.local_rank or 0)
 
 
+def fingerprint(settings: config.Config, process_sets: str) -> str:
+    """Return what must be the same on all ranks, in lines "name=value"."""
+    version = ffi.string(lib.hr_version()).decode()
+    return f"version={version}\n{settings.fingerprint()}\ninit(process_sets)={process_sets}"
+
+
 def engine_config(
     settings: config.Config,
     started_by: Launch,
@@ -45,10 +51,6 @@ def engine_config(
         keep.append(ffi.new("char[]", os.fsencode(value)))
         return keep[-1]
 
-    fingerprint = (
-        f"version={ffi.string(lib.hr_version()).decode()}\n{settings.fingerprint()}\n"
-        f"init(process_sets)={process_sets}"
-    )
     c_config = ffi.new("hr_config *")
     c_config.launched = started_by.min_size if launched else 0
     c_config.transport = text(settings["TRANSPORT"])
@@ -72,7 +74,7 @@ def engine_config(
     c_config.cycle_time_ms = -1 if cycle_time_ms is None else cycle_time_ms
     c_config.cache_capacity = settings["CACHE_CAPACITY"]
     c_config.reproducible = settings["REPRODUCIBLE"]
-    c_config.fingerprint = text(fingerprint)
+    c_config.fingerprint = text(fingerprint(settings, process_sets))
     c_config.stall_warning_s = settings["STALL_WARNING_S"]
     c_config.stall_shutdown_s = settings["STALL_SHUTDOWN_S"]
     c_config.deadlock_s = settings["DEADLOCK_S"]

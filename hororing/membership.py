@@ -6,6 +6,7 @@ framework.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import socket
 from collections.abc import Mapping
@@ -16,18 +17,19 @@ from hororing import bootstrap, errors, launch
 from hororing._core import ffi, lib
 from hororing.job import process as _process
 from hororing.launch import Launch
+from hororing.rendezvous.admission import Findings
 from hororing.rendezvous.client import RendezvousError
-from hororing.rendezvous.elastic_member import ElasticMember, RetiredError
+from hororing.rendezvous.elastic_member import ElasticMember, RefusedError, RetiredError
 from hororing.rendezvous.generations import World
 
 SIGN = "HORORING_ELASTIC=1"  # in the environment
 
-# `init` gives up when this many generations of the same members have failed to start.
-_TRIES = 3
 # Signs of life within the time limit for a silent process, a setting of the store's process, too.
 _BEATS = 10
 # How long a process that was declared lost looks for the store, in s.
 _AGAIN_S = 20.0
+# The longest setting that is sent as it is, and the longest error text, in characters.
+_SETTING, _WHY = 1000, 300
 
 
 @dataclass
@@ -37,6 +39,10 @@ class _Own:
     step: int = 0
     marks: int = 0
     worlds: list[World] = field(default_factory=list)
+    # What this process has found out in the last generation; see Findings.
+    began: bool = False
+    why: str = ""
+    misfits: Mapping[int, str] = field(default_factory=dict)
 
 
 _own = _Own()
@@ -79,11 +85,23 @@ def updates() -> tuple[int, int]:
     return stamp, int(what[0])
 
 
-def enter(settings: Mapping[str, Any], failed: bool) -> Launch:
+def exclude(misfits: Mapping[int, str]) -> None:
+    """Form the next generation without these ranks, whose state differs; with the differences."""
+    _own.misfits = misfits
+
+
+def note_start(failure: Exception | None = None) -> None:
+    """Note that the engine of this generation has started, or why it has not."""
+    _own.began = failure is None
+    _own.why = str(failure or "")[:_WHY]
+
+
+def enter(settings: Mapping[str, Any], compared: str, failed: bool) -> Launch:
     """Leave the present generation, if any, and wait for the next one. For `runtime.init`.
 
     Parameters
     ----------
+    compared : settings that all ranks must share: lines "name=value".
     failed : the last one failed on this process, so the others cannot continue either.
 
     Returns
@@ -93,11 +111,17 @@ def enter(settings: Mapping[str, Any], failed: bool) -> Launch:
     Raises
     ------
     ValueError : a variable is wrong.
+    MismatchError : this process differs from the others of the job, which goes on without it.
     TransportError : there is no store, or the job cannot continue.
     SystemExit : 0, the job no longer needs this process: its host was removed, or the job is done.
     """
     try:
-        member, world = _next(settings, failed)
+        member, world = _next(settings, _found(compared), failed)
+    except RefusedError as error:
+        if _process.member is not None:
+            _process.member.close()
+            _process.member = None
+        raise errors.MismatchError(f"init: {error}") from None
     except RendezvousError as error:
         raise errors.TransportError(f"init: {error}") from None
     except RetiredError:
@@ -106,6 +130,7 @@ def enter(settings: Mapping[str, Any], failed: bool) -> Launch:
         logging.getLogger("hororing").info("the job no longer needs this process; exiting")
         raise SystemExit(0) from None
     _own.worlds.append(world)
+    _own.began, _own.why, _own.misfits = False, "", {}
     local = [rank for rank, each in enumerate(world.members) if each.host == member.host]
     return Launch(
         launch.ELASTIC, member.rank, member.size, local.index(member.rank), len(local), mpi=False,
@@ -113,11 +138,23 @@ def enter(settings: Mapping[str, Any], failed: bool) -> Launch:
     )  # fmt: skip
 
 
-def _next(settings: Mapping[str, Any], failed: bool) -> tuple[ElasticMember, World]:
+def _found(compared: str) -> Findings:
+    lines = []
+    for line in compared.splitlines():
+        if len(line) > _SETTING:
+            digest = hashlib.sha256(line.encode("utf-8", "surrogateescape")).hexdigest()
+            line = f"{line[:_SETTING]}... (all of it: {digest})"
+        lines.append(line)
+    return Findings("\n".join(lines), _own.began, _own.why, misfits=_own.misfits)
+
+
+def _next(
+    settings: Mapping[str, Any], found: Findings, failed: bool
+) -> tuple[ElasticMember, World]:
     member = _process.member
     if isinstance(member, ElasticMember):
         try:
-            return member, member.next_world(_own.step, _own.marks, failed)
+            return member, member.next_world(_own.step, _own.marks, failed, found)
         except RendezvousError:
             if member.connected:
                 raise
@@ -133,10 +170,4 @@ def _next(settings: Mapping[str, Any], failed: bool) -> tuple[ElasticMember, Wor
     member.beats.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     lib.hr_membership_begin(member.beats.fileno(), settings["PEER_TIMEOUT_S"] / _BEATS)
     member.at_close.append(lib.hr_membership_end)
-    return member, member.next_world(_own.step, _own.marks, failed=False)
-
-
-def keeps_failing() -> bool:
-    """Whether the last generations, which failed to start, all had the same members."""
-    last = [[each.uid for each in world.members] for world in _own.worlds[-_TRIES:]]
-    return len(last) == _TRIES and all(each == last[0] for each in last)
+    return member, member.next_world(_own.step, _own.marks, False, found)

@@ -16,7 +16,7 @@ from hororing import bootstrap, errors, job, launch, membership, mpi, recorder
 from hororing import config as configuration
 from hororing import process_sets as sets
 from hororing._core import ffi, lib
-from hororing.engine_config import check_cores, engine_config
+from hororing.engine_config import check_cores, engine_config, fingerprint
 from hororing.failures import check, fail
 from hororing.job import (
     cross_rank,
@@ -159,14 +159,16 @@ def _start_elastic(
         raise ValueError(f"init: comm={comm!r} needs MPI, which did not start this elastic job")
     launch.refuse_children(Launch(launch.ELASTIC, mpi=False, own=membership.SIGN))
     _process.dynamic = dynamic or settings["DYNAMIC_PROCESS_SETS"]
+    compared = fingerprint(settings, process_sets)
     while True:
-        started_by = membership.enter(settings, failed=_process.broken)
+        started_by = membership.enter(settings, compared, failed=_process.broken)
         launch.mark_rank()
         try:
-            return _run(settings, started_by, True, process_sets, _WORLD, None, None)
-        except (errors.PeerLostError, errors.TransportError):
-            if membership.keeps_failing():
-                raise
+            _run(settings, started_by, True, process_sets, _WORLD, None, None)
+        except (errors.PeerLostError, errors.TransportError) as error:
+            membership.note_start(error)  # the store decides whether to try again
+        else:
+            return membership.note_start()
 
 
 def _find_ranks(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from hororing import job, membership, names, runtime
+from hororing.elastic.alike import MisfitsFound
 from hororing.elastic.state import RedistributeSamples
 from hororing.errors import HororingInternalError, HostsUpdatedInterrupt
 
@@ -67,6 +68,9 @@ def run_fn(func: Train, reset: Callable[[], None], convert: ConvertError = lambd
                     return _call(func, state, args, kwargs, optimizers)
                 except HostsUpdatedInterrupt as interrupt:
                     failed, needs_sync = False, needs_sync or not interrupt.skip_sync
+                except MisfitsFound as found:
+                    membership.exclude(found.misfits)
+                    failed = False
                 except Exception as error:
                     failure = convert(error)
                     if not isinstance(failure, HororingInternalError) or isinstance(

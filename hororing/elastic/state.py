@@ -18,8 +18,8 @@ from typing import Any, Final
 import numpy as np
 
 import hororing.numpy as hvd
-from hororing import arguments, job, membership
-from hororing.elastic import saved
+from hororing import job, membership
+from hororing.elastic import alike, saved
 from hororing.elastic.steps import Steps
 from hororing.errors import HostsUpdatedInterrupt
 
@@ -49,6 +49,7 @@ class State:
         self._steps: Steps | None = None  # if every step is a transaction
         self._path: Path | None = None  # of `save_to`
         self._commits_per_file = 1
+        self._settled = False  # this process has had the job's state
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Call these after every change of members, before the state is sent.
@@ -233,12 +234,28 @@ class State:
         """
         commits = self._commits
         if job.is_initialized() and job.size() > 1:
-            mine = np.array([needed, commits], np.int64)
-            needed, commits = hvd.allreduce(mine, name="elastic.sync", op=arguments.Max).tolist()
+            rows = self._gathered(int(needed), commits)
+            needed, commits = bool(rows[:, 0].any()), int(rows[:, 1].max())
         if needed:
             self.sync()
             self._commits = commits
-        return bool(needed)
+        self._settled = True
+        return needed
+
+    def _gathered(self, *mine: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return a row with up to three numbers of each rank, if their states have the same parts.
+
+        MismatchError, MisfitsFound : as `alike.check`.
+        """
+        parts = self._parts()
+        row = [*[*mine, 0, 0, 0][:3], alike.digest_of(parts), self._settled]
+        rows = hvd.allgather(np.array([row], np.int64), name="elastic.sync")
+        alike.check(parts, rows[:, 3].tolist(), rows[:, 4].astype(bool).tolist())
+        return rows[:, :3]
+
+    def _parts(self) -> dict[str, str]:
+        """Return the form of each part that must be the same on all ranks, by name."""
+        return {"state": f"{type(self).__name__}, steps kept: {self._steps is not None}"}
 
     # --------------------------------------------------------------------------------------------
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-import numpy as np
-
-import hororing.numpy as hvd
 from hororing import job, membership
 from hororing.elastic.state import ObjectState
 from hororing.elastic.steps import Steps
@@ -103,8 +100,7 @@ class SteppedState(ObjectState):
             is_new = steps.place[:2] == (0, 0) or steps.place.step != world.step
             needed = job.rank() > 0 and is_new
             digest = 0 if needed else self._digest()
-            row = np.array([[needed, digest, steps.place.marks]], np.int64)
-            rows = hvd.allgather(row, name="elastic.sync")
+            rows = self._gathered(needed, digest, steps.place.marks)
             lacks = rows[:, 0].astype(bool)
             alike, marked = (len(set(rows[~lacks, column])) == 1 for column in (1, 2))
             steps.inconsistent = job.rank() != 0  # until everything has been received
@@ -121,4 +117,5 @@ class SteppedState(ObjectState):
         steps.saved, steps.running = place, True
         if keeps_parameters:
             self._mark()
+        self._settled = True
         return True

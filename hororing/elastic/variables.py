@@ -37,6 +37,13 @@ class VariablesState(SteppedState):
         """Return the value of a variable."""
         raise NotImplementedError
 
+    def _parts(self) -> dict[str, str]:
+        return {**super()._parts(), **forms("variable", self._same_everywhere())}
+
+    def _same_everywhere(self) -> Iterable[Any]:
+        """Return the variables that every rank has from the beginning, in the same order."""
+        return self._variables()
+
     def _read(self) -> list[Array]:
         return [np.array(self._array(each)) for each in self._variables()]
 
@@ -76,6 +83,14 @@ class VariablesState(SteppedState):
         if job.rank() != 0:
             self._saved_values = values
             self._assign(values)
+
+
+def forms(kind: str, variables: Iterable[Any]) -> dict[str, str]:
+    """Return the forms of variables. Their names may depend on what else a process has made."""
+    return {
+        f"{kind} {number}": f"{getattr(each.dtype, 'name', each.dtype)} {each.shape}"
+        for number, each in enumerate(variables)
+    }
 
 
 def send(arrays: Iterable[Array]) -> None:
@@ -150,6 +165,9 @@ class ModelState(VariablesState):
             getattr(each, "forget_passes", lambda: None)()
 
     # -- every step as a transaction; see hororing.elastic.steps ---------------------------------
+
+    def _same_everywhere(self) -> Iterable[Any]:
+        return list(self.model.weights)  # not those that an optimizer makes later
 
     def _stepper(self) -> Stepper | None:
         """The object that takes the optimizer's steps, if all ranks take them together."""

@@ -40,6 +40,7 @@ from hororing.hororun.slots import Slot, Slots
 from hororing.hosts import Host
 from hororing.rendezvous.elastic_store import (
     CONNECTION_ENDED,
+    Apart,
     Done,
     ElasticStore,
     Ended,
@@ -158,7 +159,7 @@ class ElasticJob:
         if self._finished:
             self.why = self.why or "a process has failed after another one had finished"
         else:
-            took_part = process.generation > 0
+            took_part = process.generation > 0 and not process.refused
             rest_s = self._slots.failed(
                 process.slot,
                 time.monotonic(),
@@ -373,6 +374,8 @@ class ElasticJob:
                 self._form(event)
             elif isinstance(event, Ended):
                 self._fail(event.reason)
+            elif isinstance(event, Apart):
+                self._output.log(f"{event.why}; one of their hosts is left out for a while")
             elif isinstance(event, (Joined, Lost, Done)):
                 self._about(event, gone)
 
@@ -389,7 +392,10 @@ class ElasticJob:
             self._causes.append(f"lost process {process.number}")
             process.lost_at = time.monotonic()
             process.gone.append(gone)
-            if process.code is None and event.why != CONNECTION_ENDED:
+            process.refused = event.refused
+            if event.refused:
+                self._output.log(f"{process.name(self._several)} is not admitted: {event.why}")
+            elif process.code is None and event.why != CONNECTION_ENDED:
                 process.host.of.signal(signal.SIGKILL, process.number)
             if process.code is not None or not isinstance(process.host.of, LocalHost):
                 gone.set()

@@ -34,7 +34,7 @@ class Events:
         gone = threading.Event()
         self._queue.put((event, gone))
         os.eventfd_write(self._wake, 1)
-        if isinstance(event, Lost) and event.why != CONNECTION_ENDED:
+        if isinstance(event, Lost) and not event.refused and event.why != CONNECTION_ENDED:
             gone.wait(_GONE_S)
 
     def take(self, wait_s: float = 0.0) -> Iterator[tuple[Event, threading.Event]]:

@@ -60,6 +60,7 @@ class ElasticProcess:
     leaves: bool = False  # as the job wants it: no failure
     end: str = ""  # how it has ended, if the code does not show it
     lost_at: float | None = None  # when the store lost it
+    refused: bool = False  # it differs from the others
     gone: list[threading.Event] = field(default_factory=list)  # to be set at its end
 
     def name(self, with_host: bool) -> str:

@@ -18,7 +18,16 @@ from types import FrameType
 from hororing import bootstrap, config, limits
 from hororing.hororun import history
 from hororing.rendezvous import protocol
-from hororing.rendezvous.elastic_store import Done, ElasticStore, Ended, Event, Joined, Lost, World
+from hororing.rendezvous.elastic_store import (
+    Apart,
+    Done,
+    ElasticStore,
+    Ended,
+    Event,
+    Joined,
+    Lost,
+    World,
+)
 from hororing.starts import KUBERNETES_PORT
 
 _DEFAULT = f"127.0.0.1:{KUBERNETES_PORT}"
@@ -102,6 +111,8 @@ class _Job:
             return self._form(event)
         elif isinstance(event, Ended):
             return event.reason
+        elif isinstance(event, Apart):
+            self.log(f"{event.why}; one of their hosts is left out for a while")
         elif isinstance(event, (Lost, Done)):
             return self._left(event, took_part=self._members.pop(event.uid, False))
         return None
@@ -110,7 +121,8 @@ class _Job:
         left = any(self._members.values())
         if isinstance(event, Lost):
             self._causes.append(f"lost {_describe(event)}")
-            self.log(f"{_describe(event)} is lost: {event.why}")
+            how = "is not admitted" if event.refused else "is lost"
+            self.log(f"{_describe(event)} {how}: {event.why}")
             if took_part and self._finished:
                 return "a process has failed after another one had finished"
             return (

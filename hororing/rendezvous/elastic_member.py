@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 from hororing.rendezvous import generations, protocol
+from hororing.rendezvous.admission import NOTHING, Findings
 from hororing.rendezvous.client import Deadline, Member, RendezvousError
 from hororing.rendezvous.generations import World
 from hororing.rendezvous.patience import Patience
@@ -13,6 +15,10 @@ from hororing.rendezvous.patience import Patience
 
 class RetiredError(Exception):
     """The job no longer needs this process, which must exit."""
+
+
+class RefusedError(Exception):
+    """The process differs from the others of the job, which goes on without it."""
 
 
 class ElasticMember(Member):
@@ -59,7 +65,7 @@ class ElasticMember(Member):
         """Whether it is still a member; otherwise it needs a new connection."""
         return self._stream is not None
 
-    def next_world(self, step: int, marks: int, failed: bool) -> World:
+    def next_world(self, step: int, marks: int, failed: bool, found: Findings = NOTHING) -> World:
         """Leave the generation, and wait for the next one, in which it has a new rank.
 
         Blocks until all members have called it. Ctrl-C interrupts it; it may be called again.
@@ -69,22 +75,27 @@ class ElasticMember(Member):
         step, marks : the progress of its state: the number of steps, and how often it has saved the
             script's other values since the last step.
         failed : something has failed, so the other members cannot continue either.
+        found : what this process tells the store about itself and the others.
 
         Raises
         ------
         RetiredError : the job no longer needs this process.
+        RefusedError : this process differs from the others.
         RendezvousError : the job has ended, or the store is lost.
         """
         with self._lock:
             self._asked += 1
             self._send(
                 {"do": "ready", "ask": self._asked, "generation": self.generation, "step": step,
-                 "marks": marks, "failed": failed},
+                 "marks": marks, "failed": failed, **asdict(found),
+                 "misfits": list(found.misfits.items())},
                 Deadline(math.inf),
             )  # fmt: skip
             answer = self._receive_reply(self._asked)
             if "error" in answer:
                 raise RendezvousError(str(answer["error"]))
+            if "refused" in answer:
+                raise RefusedError(str(answer["refused"]))
             if "retired" in answer:
                 raise RetiredError
             members = tuple(

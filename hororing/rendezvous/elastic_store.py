@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from hororing.rendezvous import protocol
+from hororing.rendezvous.admission import Findings
 from hororing.rendezvous.exchange import Exchange
 from hororing.rendezvous.generations import (
+    Apart,
     Broken,
     Done,
     Ended,
@@ -29,7 +32,7 @@ from hororing.rendezvous.generations import (
 from hororing.rendezvous.protocol import ProtocolError
 from hororing.rendezvous.server import Peer, Refusal, Server
 
-__all__ = ["Done", "ElasticStore", "Ended", "Event", "Joined", "Lost", "World"]
+__all__ = ["Apart", "Done", "ElasticStore", "Ended", "Event", "Joined", "Lost", "World"]
 
 # The usual reason for a lost member. With other reasons, its process may still be running.
 CONNECTION_ENDED = "its connection closed unexpectedly"
@@ -39,6 +42,9 @@ CONNECTION_ENDED = "its connection closed unexpectedly"
 _CHECKS = 8
 # The first sign of life may take this many times longer.
 _FIRST_BEAT = 10
+# Two hosts that do not reach one another are tried again after this time in s, twice as long each
+# time. A try costs those that train about PEER_TIMEOUT_S.
+_APART_S, _LONGEST_APART_S = 10.0, 3600.0
 
 
 class ElasticStore(Server):
@@ -52,8 +58,8 @@ class ElasticStore(Server):
     elastic_timeout_s : maximum time with fewer members, or until all members of a finished
         generation request the next one; 0: no limit.
     peer_timeout_s : a member without a sign of life for this long is lost.
-    on_event : called in the event loop of the store with each Joined, Lost, Done, World and Ended.
-        Its exceptions are logged.
+    on_event : called in the event loop of the store with each Joined, Lost, Done, World, Apart and
+        Ended. Its exceptions are logged.
     """
 
     def __init__(
@@ -81,6 +87,9 @@ class ElasticStore(Server):
         self._requests: dict[str, int] = {}  # the numbers of requests for a generation, by uid
         self._ranks: dict[int, Peer] = {}  # of the current generation
         self._exchange = Exchange(0, 0, self._ranks)
+        self._refused: dict[str, str] = {}  # the reasons, by uid, while these are connected
+        self._times_apart: Counter[frozenset[str]] = Counter()
+        self._heals: set[asyncio.TimerHandle] = set()
         # By uid: the connections on which members send heartbeats, and the time of the last one.
         self._beats: dict[str, Peer] = {}
         self._last_beat: dict[str, float] = {}
@@ -168,6 +177,9 @@ class ElasticStore(Server):
         what = protocol.take(message, "do", str)
         if what == "ready":
             self._requests[uid] = protocol.take(message, "ask", int)
+            if uid in self._refused:
+                self._reply(uid, {"refused": self._refused[uid]})
+                return
             if self._machine.ended:
                 self._reply(uid, {"error": self._machine.ended})
                 return
@@ -178,6 +190,7 @@ class ElasticStore(Server):
                     protocol.take(message, "step", int),
                     protocol.take(message, "marks", int),
                     protocol.take(message, "failed", bool),
+                    _findings(message),
                 )
             )
         elif what == "done":
@@ -191,6 +204,11 @@ class ElasticStore(Server):
 
     def _ended(self, peer: Peer) -> None:
         uid = peer.hello.uid
+        if self._refused.get(uid) is not None:
+            if self._peers.get(uid) is peer:
+                del self._refused[uid]
+                self._close(uid)
+            return
         member = self._peers.get(uid)
         if member is None or (member is not peer and member.done is not None):
             return  # it was declared lost before, or is about to end normally
@@ -202,15 +220,28 @@ class ElasticStore(Server):
 
     def _forget(self, uid: str, status: int | None, why: str = "") -> None:
         """Close its connections, and end waits for it. `status`: None if it is lost."""
+        self._drop(uid, status, why)
+        self._close(uid, abort=status is None)
+
+    def _refuse(self, event: Lost) -> None:
+        """Leave its connections open: its next request, if it has not made one, tells it why."""
+        self._refused[event.uid] = event.why
+        self._reply(event.uid, {"refused": event.why})
+        self._drop(event.uid, None, event.why)
+
+    def _close(self, uid: str, abort: bool = False) -> None:
+        for connection in [each.pop(uid) for each in (self._peers, self._beats) if uid in each]:
+            if abort:
+                connection.writer.transport.abort()
+            else:
+                connection.writer.close()
+
+    def _drop(self, uid: str, status: int | None, why: str) -> None:
+        """It is no member any more: end waits for it."""
         peer = self._peers[uid]
         self._requests.pop(uid, None)
         self._last_beat.pop(uid, None)
         self._beating.discard(uid)
-        for connection in [each.pop(uid) for each in (self._peers, self._beats) if uid in each]:
-            if status is None:
-                connection.writer.transport.abort()
-            else:
-                connection.writer.close()
         for rank in [each for each, there in self._ranks.items() if there is peer]:
             del self._ranks[rank]
             self._exchange.end(rank, status, f"{peer.hello.title()} is lost: {why}")
@@ -228,12 +259,16 @@ class ElasticStore(Server):
                 self._update(event)
             elif isinstance(event, Retired):
                 self._reply(event.uid, {"retired": True})
+            elif isinstance(event, Lost) and event.refused:
+                self._refuse(event)
             elif isinstance(event, Lost):
                 self._forget(event.uid, None, event.why)
+            elif isinstance(event, Apart):
+                self._heal_later(event)
             elif isinstance(event, Ended):
                 for uid in list(self._requests):
                     self._reply(uid, {"error": event.reason})
-            if isinstance(event, (Joined, Lost, Done, World, Ended)):
+            if isinstance(event, (Joined, Lost, Done, World, Apart, Ended)):
                 self._report(event)
         self._watch_limit()
 
@@ -264,6 +299,17 @@ class ElasticStore(Server):
         self._updated = protocol.updated(event.generation, self._stamp, self._updates)
         self._push(self._updated)
 
+    def _heal_later(self, event: Apart) -> None:
+        wait_s = min(_APART_S * 2.0 ** self._times_apart[event.places], _LONGEST_APART_S)
+        self._times_apart[event.places] += 1
+
+        def heal() -> None:
+            self._heals.discard(timer)
+            self._apply_events(self._machine.heal(event.places))
+
+        timer = asyncio.get_running_loop().call_later(wait_s, heal)
+        self._heals.add(timer)
+
     def _push(self, frame: bytes) -> None:
         for uid in self._beating:
             self._beats[uid].send(frame)
@@ -284,7 +330,7 @@ class ElasticStore(Server):
 
     async def close(self) -> None:
         """Close every connection, and stop listening."""
-        for timer in (self._check_timer, self._limit):
+        for timer in (self._check_timer, self._limit, *self._heals):
             if timer is not None:
                 timer.cancel()
         await super().close()
@@ -317,3 +363,17 @@ class ElasticStore(Server):
     def _give_up(self) -> None:
         self._limit = None
         self._apply_events(self._machine.give_up())
+
+
+def _findings(message: dict[str, Any]) -> Findings:
+    ranks = protocol.take(message, "unreachable", list)
+    misfits = protocol.take(message, "misfits", list)
+    if not all(type(rank) is int for rank in [*ranks, *(each[0] for each in misfits)]):
+        raise ProtocolError("a rank that is no number")
+    return Findings(
+        protocol.take(message, "settings", str),
+        protocol.take(message, "began", bool),
+        protocol.take(message, "why", str),
+        tuple(ranks),
+        {rank: str(why) for rank, why in misfits},
+    )

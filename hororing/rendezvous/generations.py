@@ -7,6 +7,8 @@ generation waits for processes that may join later.
 
     join -> waiting -> World -> member -> ready -> waiting -> World ...
 
+`admission` says which processes cannot take part: those are refused, or left out until `heal`.
+
 See docs/adr/0051-generations-of-engines.md.
 
 Invariants
@@ -24,7 +26,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from hororing.rendezvous.admission import NOTHING, Findings, differences, left_out
+
 REMOVED, ADDED = 1, 2  # of hosts; as Horovod's HostUpdateResult
+
+# The job ends when this many generations in a row, of the same members, could not start.
+_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -54,12 +61,24 @@ class Joined(Event):
 
 @dataclass(frozen=True)
 class Lost(Event):
-    """A process closed its connection unexpectedly, or was declared dead. `rank`: -1 if none."""
+    """A process closed its connection unexpectedly, was declared dead, or was refused.
+
+    `rank`: -1 if it has none. `refused`: it differs from the others, and may still be running.
+    """
 
     uid: str
     host: str
     pid: int
     rank: int
+    why: str
+    refused: bool = False
+
+
+@dataclass(frozen=True)
+class Apart(Event):
+    """Two hosts do not reach one another. `places`: their names, or the uids of two processes."""
+
+    places: frozenset[str]
     why: str
 
 
@@ -127,6 +146,8 @@ class _Process:
     marks: int = 0
     rank: int = -1  # in the last generation; -1: it was not in it
     newcomer: bool = True  # it has not been in any generation
+    proven: bool = False  # it has been in one that has begun
+    settings: str = ""
     retired: bool = False  # was sent the request to end
 
     def advance(self) -> tuple[int, int, int]:
@@ -153,6 +174,10 @@ class Generations:
     _finished: bool = False  # a member has finished: the others may end in any number
     _expected: int | None = None
     _joined: int = 0
+    _settings: str | None = None  # of the members of `world`; None: they differ
+    _apart: set[frozenset[str]] = field(default_factory=set)  # of `Apart`
+    _failed: str = ""  # why the last generation could not start
+    _failures: int = 0  # generations in a row, of the same members, that could not start
     _processes: dict[str, _Process] = field(default_factory=dict)
     _retired: set[str] = field(default_factory=set)
 
@@ -175,7 +200,10 @@ class Generations:
             self._expected -= 1
         return [Joined(uid, host, pid)]
 
-    def ready(self, uid: str, generation: int, step: int, marks: int, failed: bool) -> list[Event]:
+    def ready(
+        self, uid: str, generation: int, step: int, marks: int, failed: bool,
+        found: Findings = NOTHING,
+    ) -> list[Event]:  # fmt: skip
         """Note that it has left its generation and waits for the next one.
 
         Parameters
@@ -187,14 +215,51 @@ class Generations:
         """
         process = self._processes[uid]
         events: list[Event] = []
+        if process.rank >= 0 and not process.ready and generation == self.number:
+            events += self._note(process, found)
         if process.rank >= 0 and not process.ready and (failed or generation != self.number):
             events += self._break(process.rank, f"{_name(process)} has left")
         is_new = process.rank < 0 and not process.ready
         process.ready, process.step, process.marks = True, step, marks
+        process.settings = found.settings
         events += self._form()
         if process.ready and is_new and self._has_room_for(process):
             events += self._update(ADDED)
         return events
+
+    def _note(self, process: _Process, found: Findings) -> list[Event]:
+        """Take over what a member has found out in the generation that it leaves."""
+        assert self.world is not None
+        process.proven |= found.began
+        if not found.began:
+            self._failed = self._failed or found.why or f"{_name(process)} has left"
+        events: list[Event] = []
+        ranks = range(len(self.world.members))
+        for rank in found.unreachable:
+            events += self._part(process, rank) if rank in ranks else []
+        for rank, why in found.misfits.items():
+            uid = self.world.members[rank].uid if rank in ranks else process.uid
+            if uid in self._processes and uid != process.uid:
+                events += self._refuse(self._processes[uid], why)
+        return events
+
+    def _part(self, process: _Process, rank: int) -> list[Event]:
+        """Note that `process` does not reach a rank of its generation."""
+        assert self.world is not None
+        other = self.world.members[rank]
+        places = frozenset((process.host, other.host))
+        if len(places) == 1:
+            places = frozenset((process.uid, other.uid))
+        why = f"{_name(process)} cannot reach rank {rank} (host {other.host}, pid {other.pid})"
+        events = self._break(rank, why)
+        if places not in self._apart:
+            self._apart.add(places)
+            events.append(Apart(places, why))
+        return events
+
+    def _refuse(self, process: _Process, why: str) -> list[Event]:
+        del self._processes[process.uid]
+        return [Lost(process.uid, process.host, process.pid, process.rank, why, refused=True)]
 
     def lost(self, uid: str, why: str) -> list[Event]:
         """Remove a process that closed its connection unexpectedly, or counts as dead."""
@@ -229,6 +294,14 @@ class Generations:
         self._retired.add(host_or_uid)
         return self._form()
 
+    def heal(self, places: frozenset[str]) -> list[Event]:
+        """Try again whether these hosts, of an `Apart`, reach one another."""
+        self._apart.discard(places)
+        self._failures = 0
+        events = self._form()
+        waiting = [each for each in self._all() if each.ready and self._has_room_for(each)]
+        return events + (self._update(ADDED) if waiting else [])
+
     # -----------------------------------------------------------------------------------------
     # Time
 
@@ -243,8 +316,12 @@ class Generations:
             for each in self._all()
             if self._is_wanted(each) and (each.ready or each.rank >= 0 or not self.number)
         ]
+        out = self._left_out(here)
+        here = [each for each in here if each.uid not in out]
         if len(here) < self._min_members():
             wanted = f"{len(here)} of at least {self._min_members()} processes"
+            if out:
+                wanted += ", because there are hosts that do not reach one another"
             return "" if self._finished else wanted
         if not self._have_state(here):
             return "no process that has the state of the training"
@@ -259,8 +336,7 @@ class Generations:
             for each in self._late():
                 events += self.lost(each.uid, "it has not requested a new generation in time")
         if lacking := self.lacks():
-            self.ended = f"the job cannot continue with {lacking}"
-            events.append(Ended(self.ended))
+            events.append(self._end(f"cannot continue with {lacking}"))
         return events
 
     # -----------------------------------------------------------------------------------------
@@ -285,8 +361,26 @@ class Generations:
         return not self._is_retired(process) and not (self._finished and process.newcomer)
 
     def _has_room_for(self, process: _Process) -> bool:
-        members = len(self.world.members) if self.world is not None else 0
-        return members < self.max_np and self._is_wanted(process)
+        count = len(self.world.members) if self.world is not None else 0
+        members = [each for each in self._all() if each.rank >= 0]
+        return (
+            process.uid in self._processes
+            and count < self.max_np
+            and self._is_wanted(process)
+            and process.uid not in self._left_out([*members, process])
+        )
+
+    def _left_out(self, processes: Iterable[_Process]) -> set[str]:
+        return left_out(processes, self._apart)
+
+    def _refuse_others(self) -> list[Event]:
+        """Refuse newcomers whose settings differ from those of the members."""
+        events: list[Event] = []
+        for each in list(self._all()):
+            if each.ready and each.newcomer and self._settings not in (None, each.settings):
+                why = differences(each.settings, self._settings or "")
+                events += self._refuse(each, why)
+        return events
 
     def _have_state(self, processes: Iterable[_Process]) -> bool:
         """Whether one of them has; newcomers alone would begin again."""
@@ -309,17 +403,27 @@ class Generations:
 
     def _form(self) -> list[Event]:
         """Form the next generation, if that is possible now."""
-        events: list[Event] = []
+        events = self._refuse_others()
         for each in self._all():
             if each.ready and not each.retired and not self._is_wanted(each):
                 each.retired = True
                 events.append(Retired(each.uid))
         waiting = [each for each in self._all() if each.ready and not each.retired]
+        out = self._left_out(waiting)
+        waiting = [each for each in waiting if each.uid not in out]
         if self.ended or self._late() or len(waiting) < max(self._min_members(), 1):
             return events
         if not self._have_state(waiting):
             return events
         chosen = sorted(waiting, key=_Process.advance)[: self.max_np]
+        if self._keeps_failing(chosen):
+            return [
+                *events,
+                self._end(
+                    f"cannot continue: {_TRIES} generations of the same processes could not start; "
+                    f"the last one: {self._failed}"
+                ),
+            ]
         hosts = list(dict.fromkeys(each.host for each in chosen))
         chosen.sort(key=lambda each: (hosts.index(each.host), each.advance()))
         for each in self._all():
@@ -327,10 +431,23 @@ class Generations:
         for rank, each in enumerate(chosen):
             each.rank, each.ready, each.newcomer = rank, False, False
         self.number += 1
-        self.broken = False
+        self.broken, self._failed = False, ""
+        settings = {each.settings for each in chosen}
+        self._settings = settings.pop() if len(settings) == 1 else None
         members = (Member(each.uid, each.host, each.pid, each.step, each.marks) for each in chosen)
         self.world = World(self.number, tuple(members))
         return [*events, self.world]
+
+    def _keeps_failing(self, chosen: Iterable[_Process]) -> bool:
+        """Whether these processes have failed to start often enough."""
+        before = {each.uid for each in self.world.members} if self.world is not None else set()
+        same = bool(self._failed) and before == {each.uid for each in chosen}
+        self._failures = self._failures + 1 if same else 0
+        return self._failures >= _TRIES
+
+    def _end(self, why: str) -> Ended:
+        self.ended = f"the job {why}"
+        return Ended(self.ended)
 
 
 def _name(process: _Process) -> str:

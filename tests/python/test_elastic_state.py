@@ -429,12 +429,14 @@ def test_all_ranks_send_if_one_needs_it(monkeypatch: pytest.MonkeyPatch):
     """The remaining ranks have stopped for a removal, and meanwhile a new rank has come."""
     new_needs = [0]
 
-    def allreduce(mine: Any, **_: Any) -> Any:
-        return np.maximum(mine, [new_needs[0], 7])
+    def allgather(mine: Any, **_: Any) -> Any:
+        other = mine.copy()
+        other[0, :2] = new_needs[0], 7
+        return np.concatenate([mine, other])
 
     monkeypatch.setattr(job, "is_initialized", lambda: True)
     monkeypatch.setattr(job, "size", lambda: 2)
-    monkeypatch.setattr(state_module.hvd, "allreduce", allreduce)
+    monkeypatch.setattr(state_module.hvd, "allgather", allgather)
     skipped = [*BEGIN, "reset", "adapt", "callback", "save"]
     assert traced([HostsUpdatedInterrupt(True), 1]) == ([*skipped, "func"], 1)
     new_needs[0] = 1
@@ -480,3 +482,18 @@ def test_what_reset_callbacks_change_is_sent():
 
     assert elastic.run_fn(func, lambda: None)(mine) == "done"
     assert sent == [{"rate": 2}, {"rate": 3}]
+
+
+def test_a_state_tells_the_forms_of_its_parts():
+    torch = pytest.importorskip("torch")
+    made = pytest.importorskip("hororing.torch.elastic.state").TorchState
+    model = torch.nn.Linear(2, 3)
+    state = made(model, torch.optim.SGD(model.parameters(), lr=0.1), epoch=0)
+    assert state._parts() == {
+        "state": "TorchState, steps kept: False",
+        "model": "ModelStateHandler",
+        "model.weight": "float32 [3, 2]",
+        "model.bias": "float32 [3]",
+        "optimizer": "OptimizerStateHandler",
+        "optimizer.groups": "SGD of [2] parameters",
+    }

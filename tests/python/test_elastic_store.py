@@ -10,13 +10,15 @@ import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from hororing.rendezvous import protocol
+from hororing.rendezvous.admission import NOTHING, Findings
 from hororing.rendezvous.client import Deadline, Member, RendezvousError
-from hororing.rendezvous.elastic_member import ElasticMember, RetiredError
+from hororing.rendezvous.elastic_member import ElasticMember, RefusedError, RetiredError
 from hororing.rendezvous.elastic_store import ElasticStore
 from hororing.rendezvous.generations import Ended, Event, Lost, World
 
@@ -171,7 +173,16 @@ def test_an_interrupted_wait_can_be_repeated():
     with opened(np=2) as (store, _):
         first, second = member(store), member(store)
         first._send(  # like `next_world`, without waiting for the answer
-            {"do": "ready", "ask": 0, "generation": 0, "step": 0, "marks": 0, "failed": False},
+            {
+                "do": "ready",
+                "ask": 0,
+                "generation": 0,
+                "step": 0,
+                "marks": 0,
+                "failed": False,
+                **asdict(NOTHING),
+                "misfits": [],
+            },
             Deadline(DEADLINE_S),
         )
         assert worlds(second)[0].generation == 1
@@ -192,6 +203,36 @@ def test_who_is_not_needed_is_told_so():
             first.done()
             with pytest.raises(RetiredError):
                 waits.result(DEADLINE_S)
+
+
+def test_a_newcomer_with_other_settings_is_told_the_difference_and_nobody_else_anything():
+    with opened(np=1, max_np=3) as (store, events):
+        first = member(store)
+        first.next_world(0, 0, False, Findings("HORORING_GPU=auto"))
+        first.beats.send(b"\1")
+        newcomer = member(store)
+        with pytest.raises(RefusedError, match="GPU: off here, auto in the job"):
+            newcomer.next_world(0, 0, False, Findings("HORORING_GPU=off"))
+        assert wait_for(events, Lost).refused
+        with pytest.raises(RefusedError):
+            newcomer.next_world(0, 0, False, Findings("HORORING_GPU=auto"))
+        newcomer.close()
+        first.beats.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            first.beats.recv(1)
+        assert first.share("x") == ["x"]
+
+
+def test_a_member_whose_state_differs_hears_so_when_it_asks_again():
+    with opened(np=2, max_np=3) as (store, _):
+        first, second = member(store), member(store)
+        worlds(first, second)
+        other = 1 - first.rank
+        assert len(first.next_world(1, 0, False, Findings(misfits={other: "its w"})).members) == 1
+        with pytest.raises(RefusedError, match="its w"):
+            second.next_world(1, 0, True)
+        second.close()
+        assert first.share("x") == ["x"]
 
 
 def test_a_rank_of_a_job_that_is_not_elastic_is_refused():

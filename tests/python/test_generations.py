@@ -9,9 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hororing.rendezvous.admission import Findings
 from hororing.rendezvous.generations import (
     ADDED,
     REMOVED,
+    Apart,
     Broken,
     Ended,
     Event,
@@ -195,6 +197,100 @@ def test_a_member_that_does_not_come_is_taken_for_dead_at_last():
 def test_numbers_of_processes_ascend(wrong: tuple[int, int, int]):
     with pytest.raises(ValueError, match="must ascend"):
         Generations(*wrong)
+
+
+# ---------------------------------------------------------------------------------------------
+# Processes that cannot take part
+
+
+def settings_of(**values: object) -> Findings:
+    return Findings("\n".join(f"{name}={value}" for name, value in values.items()))
+
+
+def test_a_newcomer_with_other_settings_is_refused_and_nobody_else_leaves():
+    job = Generations(2, 1, 4)
+    for uid in "xy":
+        job.join(uid, "a", 1)
+        job.ready(uid, 0, 0, 0, False, settings_of(version=1, FUSION=64))
+    job.join("new", "b", 1)
+    (refused,) = job.ready("new", 0, 0, 0, False, settings_of(version=2, FUSION=64))
+    assert isinstance(refused, Lost)
+    assert refused.refused
+    assert "version: 2 here, 1 in the job" in refused.why
+    assert "FUSION" not in refused.why
+    job.join("other", "b", 1)
+    found = settings_of(version=1, FUSION=64)
+    assert job.ready("other", 0, 0, 0, False, found) == [Updated(1, ADDED)]
+
+
+def test_processes_that_differ_from_the_start_form_a_generation_which_then_fails():
+    job = Generations(2, 1, 4)
+    for uid, fusion in (("x", 1), ("y", 2)):
+        job.join(uid, "a", 1)
+        events = job.ready(uid, 0, 0, 0, False, settings_of(FUSION=fusion))
+    assert uids(events) == ["x", "y"]
+
+
+def test_a_member_whose_state_differs_is_refused_and_the_others_go_on():
+    job = Generations(3, 1, 4)
+    came(job, "x", "y", "z")
+    (refused,) = job.ready("x", 1, 5, 0, False, Findings(misfits={2: "its model differs"}))
+    assert refused == Lost("z", "a", 1, 2, "its model differs", refused=True)
+    assert uids(again(job, "y", 5)) == ["x", "y"]
+
+
+def apart(job: Generations, uid: str, *ranks: int, began: bool = True) -> list[Event]:
+    found = Findings(began=began, unreachable=ranks)
+    return job.ready(uid, job.number, 0, 0, True, found)
+
+
+def test_of_two_hosts_that_do_not_reach_one_another_the_newcomer_waits():
+    job = Generations(2, 1, 3)
+    came(job, "x", host="a")
+    came(job, "y", host="b")
+    came(job, "new", host="c")
+    for uid in "xy":
+        events = again(job, uid)
+    assert uids(events) == ["x", "y", "new"]
+    broken, told = apart(job, "y", 2, began=False)
+    assert broken.why == "rank 1 (host b, pid 1) cannot reach rank 2 (host c, pid 1)"
+    assert told == Apart(frozenset("bc"), broken.why)
+    again(job, "x", failed=True)
+    assert uids(again(job, "new", failed=True)) == ["x", "y"]
+    assert came(job, "next", host="c")[1:] == []  # it would not get further
+    assert job.heal(frozenset("bc")) == [Updated(4 - 1, ADDED)]
+
+
+def test_the_host_with_most_broken_pairs_is_left_out_while_enough_remain():
+    job = Generations(4, 3, 4)
+    for uid in "abcd":
+        came(job, uid, host=uid)
+    apart(job, "b", 0)
+    apart(job, "c", 0)
+    again(job, "a", failed=True)
+    assert uids(again(job, "d", failed=True)) == ["b", "c", "d"]
+    apart(job, "b", 1)
+    assert uids_or_none(again(job, "c", failed=True)) is None
+    assert uids_or_none(again(job, "d", failed=True)) is None
+    assert job.lacks() == (
+        "2 of at least 3 processes, because there are hosts that do not reach one another"
+    )
+    assert uids_or_none(job.heal(frozenset("bc"))) == ["b", "c", "d"]
+
+
+def uids_or_none(events: list[Event]) -> list[str] | None:
+    return uids(events) if any(isinstance(each, World) for each in events) else None
+
+
+def test_the_job_ends_if_the_same_processes_fail_to_start_three_times_in_a_row():
+    job = Generations(2, 1, 2)
+    events = came(job, "x", "y")
+    for _ in range(3):
+        assert isinstance(events[-1], World)
+        job.ready("x", job.number, 0, 0, True, Findings(began=False, why="no shared memory"))
+        events = again(job, "y", failed=True)
+    assert isinstance(events[-1], Ended)
+    assert "no shared memory" in events[-1].reason
 
 
 class AnyHistory(RuleBasedStateMachine):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from hororing import job
@@ -48,6 +49,10 @@ class StateHandler:
         Does not change the saved copy: `TorchState` saves when all values have been received.
         """
         raise NotImplementedError
+
+    def parts(self) -> dict[str, str]:
+        """Return the form of each part of the value that must be the same on all ranks."""
+        return {}
 
     def kept(self) -> Any:
         """Return the copy of `save`, which can be pickled, for `TorchState.save_to`."""
@@ -155,6 +160,14 @@ class ModelStateHandler(ObjectWithStateHandler):
     _holders: list[Any] | None = None
     _marked: Any = ()
 
+    def parts(self) -> dict[str, str]:
+        """Return dtype and shape of each parameter and buffer."""
+        return {
+            name: f"{each.dtype} {list(each.shape)}".removeprefix("torch.")
+            for name, each in self.value.state_dict().items()
+            if isinstance(each, torch.Tensor) and not is_lazy(each)
+        }
+
     def restore(self) -> None:
         """Load the copy. Loading copies tensors by itself."""
         same = {id(each): each for each in _tensors(self._saved)}
@@ -213,6 +226,11 @@ class ModelStateHandler(ObjectWithStateHandler):
 
 class OptimizerStateHandler(ObjectWithStateHandler):
     """Handles a `torch.optim.Optimizer`, plain or distributed."""
+
+    def parts(self) -> dict[str, str]:
+        """Return its class and the numbers of parameters in its groups."""
+        sizes = [len(group["params"]) for group in self.value.param_groups]
+        return {"groups": f"{type(self.value).__name__} of {sizes} parameters"}
 
     def sync(self) -> None:
         """Send state and options, as rank 0 has them: a new rank has none yet."""

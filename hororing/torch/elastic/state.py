@@ -69,6 +69,13 @@ class TorchState(SteppedState):
             self._handlers[name].set_value(value)
         super().__setattr__(name, value)
 
+    def _parts(self) -> dict[str, str]:
+        parts = super()._parts()
+        for name, handler in self._handlers.items():
+            parts[name] = type(handler).__name__
+            parts.update((f"{name}.{part}", form) for part, form in handler.parts().items())
+        return parts
+
     def save(self) -> None:
         """Copy everything."""
         for handler in self._handlers.values():
