@@ -24,6 +24,7 @@ from hororing.arguments import Average, Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from hororing.names import DefaultName, encode_name
 from hororing.process_sets import ProcessSet, check_member, global_process_set, rank_and_size
+from hororing.tensorflow import ordering  # noqa: F401  # graphs whose requests have the same names
 from hororing.tensorflow.errors import as_both
 from hororing.tensorflow.names import unique_in_graph
 from hororing.tensorflow.plugin import operations
@@ -119,9 +120,8 @@ def _in_graph(requests: Sequence[Request]) -> list[tf.Tensor]:
     sets = {id(each.process_set): each for each in requests}
     numbers = {key: _number_in_graph(token, each) for key, each in sets.items()}
     handles = [_submit(token, each, numbers[id(each.process_set)]) for each in requests]
-    # Waits of a graph run one after the other, in program order. TensorFlow ensures that, and keeps
-    # calls of functions with such operations in order, except in functions that a tape makes:
-    # there, two calls would use the same names at once.
+    # Waits of a graph run one after the other, in program order. TensorFlow ensures that, except in
+    # functions that a tape makes. (Calls of functions: hororing/tensorflow/ordering.py.)
     graph = tf.compat.v1.get_default_graph()
     name = getattr(graph, "name", "")  # graphs of sessions have none
     if not name.startswith("__backward_") or graph._add_control_dependencies:

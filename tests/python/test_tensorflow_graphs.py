@@ -250,6 +250,110 @@ def case_functions_of_one_name() -> None:
     agree(together(tf.constant(1.0)), hvd.size() * np.array([1, 2, 3]))
 
 
+def late_on(rank: int, x: tf.Tensor) -> tf.Tensor:
+    """Return `x`; on this rank some milliseconds later, and so does its gradient arrive."""
+
+    def wait(value: np.ndarray) -> np.ndarray:
+        time.sleep(0.01 if hvd.rank() == rank % hvd.size() else 0)
+        return value
+
+    def same(x: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(tf.numpy_function(wait, [x], x.dtype), x.shape)
+
+    return tf.custom_gradient(lambda x: (same(x), same))(x)
+
+
+def case_calls_of_one_name_keep_their_order() -> None:
+    # The functions only read a variable, so TensorFlow does not order them.
+    weight, x = tf.Variable(2.0), tf.constant(1.0 + hvd.rank())
+    s, sums = hvd.size(), of_all(lambda rank: 2.0 * (1 + rank))
+
+    def one(x: tf.Tensor, late: int, name: str | None = None) -> tf.Tensor:
+        return late_on(late, total(late_on(late, x) * weight, name=name))
+
+    step = tf.function(one)
+    named = [tf.function(functools.partial(one, name="same")) for _ in range(2)]
+
+    class Trainer:
+        @tf.function
+        def step(self, x: tf.Tensor, late: int) -> tf.Tensor:
+            return one(x, late)
+
+    def update_1(x: tf.Tensor, late: int) -> tf.Tensor:
+        return one(x, late)
+
+    def update_2(x: tf.Tensor, late: int) -> tf.Tensor:
+        return one(x, late)
+
+    update_1, update_2 = tf.function(update_1), tf.function(update_2)
+
+    @tf.recompute_grad
+    def again(x: tf.Tensor) -> tf.Tensor:
+        return step(x, 0) + step(10 * x, 1)
+
+    def branches(x: tf.Tensor) -> tf.Tensor:
+        first = tf.cond(x > 0, lambda: one(x, 0), lambda: one(x, 1))
+        return first + tf.cond(x > 0, lambda: one(10 * x, 1), lambda: one(x, 0))
+
+    def in_loop(x: tf.Tensor) -> tf.Tensor:
+        return tf.while_loop(
+            lambda i, _: i < 2,
+            lambda i, done: (i + 1, done + step(x / 2, 0) + step(10 * x / 2, 1)),
+            [0, tf.zeros([])],
+        )[1]
+
+    ways: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+        "one function": lambda x: step(x, 0) + step(10 * x, 1),
+        "methods": lambda x: Trainer().step(x, 0) + Trainer().step(10 * x, 1),
+        "names with numbers": lambda x: update_1(x, 0) + update_2(10 * x, 1),
+        "names of the user": lambda x: (
+            named[0](x, 0) + one(4 * x, 1, "same") + named[1](5 * x, 0) + one(x, 1, "same")
+        ),
+        "branches": branches,
+        "loop": in_loop,
+        "recomputed": again,
+    }
+
+    every = tf.function(lambda x: tf.stack([way(x) for way in ways.values()]))
+
+    def gradient(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            results = every(x)
+        return tape.gradient(results, x)
+
+    gradients = [gradient, tf.function(gradient)]
+    for _ in range(2):
+        results = dict(zip(ways, every(x).numpy(), strict=True))
+        assert results == dict.fromkeys(ways, 11 * sums)
+        for function in gradients:
+            agree(function(x), 11 * 2 * s * len(ways))
+
+
+def case_calls_of_other_names_run_at_the_same_time() -> None:
+    first, second = tf.Variable(1.0), tf.Variable(1.0)
+    done = threading.Event()
+
+    def hold(x: np.ndarray) -> np.ndarray:
+        return x if done.wait(5) else np.float32(np.nan)
+
+    def end(x: np.ndarray) -> np.ndarray:
+        done.set()
+        return x
+
+    @tf.function
+    def waits(x: tf.Tensor) -> tf.Tensor:
+        return total(tf.numpy_function(hold, [x], tf.float32) * first)
+
+    @tf.function
+    def ends(x: tf.Tensor) -> tf.Tensor:
+        return tf.numpy_function(end, [total(x * second)], tf.float32)
+
+    if THREADS > 1:  # `hold` takes one
+        both = tf.function(lambda x: (waits(x), ends(2 * x)))
+        agree(both(tf.constant(1.0)), [hvd.size(), 2 * hvd.size()])
+
+
 def case_one_rank_traces_more_often() -> None:
     for reduce_retracing in (False, True):
 
