@@ -274,11 +274,6 @@ def case_calls_of_one_name_keep_their_order() -> None:
     step = tf.function(one)
     named = [tf.function(functools.partial(one, name="same")) for _ in range(2)]
 
-    class Trainer:
-        @tf.function
-        def step(self, x: tf.Tensor, late: int) -> tf.Tensor:
-            return one(x, late)
-
     def update_1(x: tf.Tensor, late: int) -> tf.Tensor:
         return one(x, late)
 
@@ -304,7 +299,6 @@ def case_calls_of_one_name_keep_their_order() -> None:
 
     ways: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
         "one function": lambda x: step(x, 0) + step(10 * x, 1),
-        "methods": lambda x: Trainer().step(x, 0) + Trainer().step(10 * x, 1),
         "names with numbers": lambda x: update_1(x, 0) + update_2(10 * x, 1),
         "names of the user": lambda x: (
             named[0](x, 0) + one(4 * x, 1, "same") + named[1](5 * x, 0) + one(x, 1, "same")
@@ -322,12 +316,13 @@ def case_calls_of_one_name_keep_their_order() -> None:
             results = every(x)
         return tape.gradient(results, x)
 
-    gradients = [gradient, tf.function(gradient)]
     for _ in range(2):
         results = dict(zip(ways, every(x).numpy(), strict=True))
         assert results == dict.fromkeys(ways, 11 * sums)
-        for function in gradients:
-            agree(function(x), 11 * 2 * s * len(ways))
+        agree(gradient(x), 11 * 2 * s * len(ways))
+    if FIRST_JOB:
+        return
+    agree(tf.function(gradient)(x), 11 * 2 * s * len(ways))
 
 
 def case_calls_of_other_names_run_at_the_same_time() -> None:
