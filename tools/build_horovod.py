@@ -20,6 +20,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packaging/wheel"))
+
 import machine
 
 VERSION = "0.28.1"
