@@ -413,7 +413,7 @@ class ElasticJob:
         cause = "; ".join(self._causes) or "start"
         self._causes.clear()
         if self._membership is not None:
-            history.record(self._membership, world, cause)
+            history.record(self._membership, world, cause, self._output.log)
         if world.generation > 1:
             self._output.log(f"generation {world.generation} has {len(ranks)} ranks: {cause}")
         if 0 < self._what.reset_limit < world.generation - 1:

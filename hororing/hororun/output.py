@@ -14,7 +14,9 @@ from typing import IO
 from hororing.hororun.local import STDERR, STDOUT
 
 _TAIL_LINES = 10
-_LONGEST_BYTES = 2**16  # of an incomplete line that is held back
+# Of an incomplete line that is held back: from a rank beside others, and from one alone.
+_LONGEST_BYTES, _LONGEST_ALONE_BYTES = 2**22, 2**16
+_TAIL_BYTES = 2**16  # of a line in an error text
 _UNREAD_MS = 1000  # after that, output is lost if the job has to end
 # Progress bars also end their lines with \r.
 _END = re.compile(rb"\r\n|\r(?=[^\n])|\n")
@@ -25,7 +27,8 @@ class Output:
     """Assembles lines. Bytes are unchanged, whatever the encoding.
 
     If several ranks share a stream, or lines are tagged, an incomplete line gets an end: the last
-    one of a rank, and one of more than 64 KiB.
+    one of a rank, and one of more than 4 MiB. What cannot be written, on a full disk for example,
+    is lost: an error is logged, and the next piece is tried again.
 
     Parameters
     ----------
@@ -63,8 +66,8 @@ class Output:
         self._only_from = only_from
         self._directory = None if directory is None else Path(directory)
         self._files: dict[tuple[int, str], IO[bytes]] = {}
-        self._lost = False  # a file could not be written: the job ends and closes
-        self._parts: dict[tuple[int, str], bytes] = {}
+        self._lost: dict[str, int] = {}  # bytes that could not be written, by path or stream
+        self._parts: dict[tuple[int, str], bytearray] = {}
         self._tails: dict[int, deque[bytes]] = {}
 
     @property
@@ -74,24 +77,28 @@ class Output:
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
         """Add a piece; b"": the stream has ended."""
-        parts = self._parts.pop((rank, stream), b"") + data
+        parts = self._parts.pop((rank, stream), bytearray())
+        looked_at = max(len(parts) - 1, 0)  # the last byte may be half of an end
+        parts += data
         end = 0
         lines = []
-        for found in _END.finditer(parts):
-            lines.append(parts[end : found.end()])
+        for found in _END.finditer(parts, looked_at):
+            lines.append(bytes(parts[end : found.end()]))
             end = found.end()
-        rest = parts[end:]
-        if rest and (not data or len(rest) > _LONGEST_BYTES):
-            lines.append(rest if self._alone or rest.endswith(b"\r") else rest + b"\n")
-        elif rest:
-            self._parts[rank, stream] = rest
+        del parts[:end]
+        longest = _LONGEST_ALONE_BYTES if self._alone else _LONGEST_BYTES
+        if parts and (not data or len(parts) > longest):
+            no_end = self._alone or parts.endswith(b"\r")
+            lines.append(bytes(parts) if no_end else bytes(parts) + b"\n")
+        elif parts:
+            self._parts[rank, stream] = parts
         if stream == STDERR:
             tail = self._tails.setdefault(rank, deque(maxlen=_TAIL_LINES))
-            tail.extend(line for line in lines if line.strip())
+            tail.extend(line[-_TAIL_BYTES:] for line in lines if line.strip())
         if self._directory is not None:
             self._to_file(rank, stream, data)
             if not data and self.ranks is not None and (rank, stream) in self._files:
-                self._files.pop((rank, stream)).close()  # there may be many by the end
+                _close(self._files.pop((rank, stream)))  # there may be many by the end
         elif stream == STDERR or self._only_from is None or self._rank(rank) in self._only_from:
             self._show(stream, b"".join(self._tagged(rank, stream, line) for line in lines))
 
@@ -100,11 +107,12 @@ class Output:
         if self._directory is not None:
             for rank in range(size):
                 for stream in (STDOUT, STDERR):
-                    self._to_file(rank, stream, b"")
+                    self._file(rank, stream)
 
     def tail(self, rank: int) -> list[bytes]:
         """The last lines of a rank's standard error."""
-        lines = [*self._tails.get(rank, ()), self._parts.get((rank, STDERR), b"")]
+        last = bytes(self._parts.get((rank, STDERR), b"")[-_TAIL_BYTES:])
+        lines = [*self._tails.get(rank, ()), last]
         return [line.rstrip() for line in lines if line.strip()][-_TAIL_LINES:]
 
     def log(self, text: str) -> None:
@@ -115,8 +123,11 @@ class Output:
         """Show incomplete lines, and close files."""
         for rank, stream in list(self._parts):
             self.write(rank, stream, b"")
+        for path, count in self._lost.items():
+            self.log(f"ERROR: {path} lacks the last {count} bytes")
+        self._lost.clear()
         for file in self._files.values():
-            file.close()
+            _close(file)
         self._files.clear()
 
     def _tagged(self, rank: int, stream: str, line: bytes) -> bytes:
@@ -132,18 +143,20 @@ class Output:
         return rank if self.ranks is None else self.ranks.get(rank)
 
     def _show(self, stream: str, data: bytes) -> None:
-        left = memoryview(data)
+        name, left = {STDOUT: "standard output", STDERR: "standard error"}[stream], memoryview(data)
         while left and (file := self._streams.get(stream)) is not None:
             try:
                 if self._is_read(file):
                     left = left[file.write(left[: select.PIPE_BUF]) or 0 :]
+                    self._found_again(name)
                     continue
             except BrokenPipeError:  # its reader has ended; the job continues
                 pass
-            except Exception as error:
+            except OSError as error:
+                self._lose(name, left, error)
+                return
+            except Exception:
                 del self._streams[stream]  # raise it once: the job ends and closes
-                if isinstance(error, OSError):
-                    error.filename = stream
                 raise
             del self._streams[stream]
 
@@ -158,17 +171,44 @@ class Output:
         return True
 
     def _to_file(self, rank: int, stream: str, data: bytes) -> None:
-        assert self._directory is not None
-        if self._lost:
-            return
-        kind = "rank" if self.ranks is None else "process"
-        folder = self._directory / f"{kind}.{rank:0{self._width}d}"
+        left, path = memoryview(data), str(self._path(rank, stream))
         try:
-            if (rank, stream) not in self._files:
-                folder.mkdir(parents=True, exist_ok=True)
-                self._files[rank, stream] = (folder / stream).open("wb", buffering=0)
-            self._files[rank, stream].write(data)
+            file = self._file(rank, stream)
+            if left and path in self._lost:
+                file.write(b"\nhororun: %d bytes are missing here\n" % self._lost[path])
+                self._found_again(path)
+            while left:
+                left = left[file.write(left) :]
         except OSError as error:
-            self._lost = True
-            error.filename = str(folder / stream)
-            raise
+            self._lose(path, left, error)
+
+    def _lose(self, path: str, data: memoryview, error: OSError) -> None:
+        """Count what could not be written, and log the first time."""
+        known = path in self._lost
+        self._lost[path] = self._lost.get(path, 0) + len(data)
+        if not known:
+            why = error.strerror or error
+            self.log(f"ERROR: cannot write {path}: {why}; until that works, output is lost")
+
+    def _found_again(self, path: str) -> None:
+        count = self._lost.pop(path, None)
+        if count is not None:
+            self.log(f"ERROR: {path} is written again, and lacks {count} bytes")
+
+    def _path(self, rank: int, stream: str) -> Path:
+        assert self._directory is not None
+        kind = "rank" if self.ranks is None else "process"
+        return self._directory / f"{kind}.{rank:0{self._width}d}" / stream
+
+    def _file(self, rank: int, stream: str) -> IO[bytes]:
+        """Create it the first time. OSError, with its name."""
+        if (rank, stream) not in self._files:
+            path = self._path(rank, stream)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._files[rank, stream] = path.open("wb", buffering=0)
+        return self._files[rank, stream]
+
+
+def _close(file: IO[bytes]) -> None:
+    with contextlib.suppress(OSError):  # NFS notices a full disk only now
+        file.close()

@@ -142,7 +142,7 @@ class _Job:
         self._causes.clear()
         self.log(f"generation {world.generation} has {len(world.members)} ranks: {cause}")
         if self._membership is not None:
-            history.record(self._membership, world, cause)
+            history.record(self._membership, world, cause, self.log)
         if self._reset_limit and world.generation - 1 > self._reset_limit:
             return f"more than {self._reset_limit} resets (HORORING_RESET_LIMIT)"
         return None

@@ -20,11 +20,12 @@ import tiers
 from hororun_jobs import DEADLINE_S, is_alive, line, numbers, replace, run, sh, wait_until
 from nemesis import ElasticRun, disturb, kill
 
-from hororing.hororun import discovery
+from hororing.hororun import discovery, history
 from hororing.hororun.command import main
 from hororing.hororun.output import Output
 from hororing.hororun.slots import Slots
 from hororing.hosts import Host
+from hororing.rendezvous.generations import Member, World
 
 # ---------------------------------------------------------------------------------------------
 # Parts
@@ -100,6 +101,15 @@ def test_the_script_prints_hosts_with_or_without_slots():
     ):
         with pytest.raises(ValueError, match=wanted):
             discovery.parse(text, None)
+
+
+def test_a_generation_that_cannot_be_recorded_is_logged():
+    logged: list[str] = []
+    world = World(2, (Member("0" * 16, "host", 1, 7, 0),))
+    history.record(Path("/dev/full"), world, "start", logged.append)
+    assert logged == [
+        "ERROR: cannot write /dev/full: No space left on device; it lacks a generation"
+    ]
 
 
 def test_an_empty_list_must_come_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

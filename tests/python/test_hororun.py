@@ -107,6 +107,62 @@ def test_a_single_rank_prints_its_own_bytes():
     assert out.getvalue() == b"x" * 200_000 + b'{"no": "end of line"}'
 
 
+def test_lines_of_some_mib_stay_whole_and_longer_ones_get_an_end():
+    out = io.BytesIO()
+    output = Output({"stdout": out}, 2, tag=True)  # type: ignore[dict-item]
+    long = b"x" * 3_000_000
+    for at in range(0, len(long), 2**16):
+        output.write(0, "stdout", long[at : at + 2**16])
+        output.write(1, "stdout", b"between\r")
+        output.write(1, "stdout", b"\n")
+    output.write(0, "stdout", b"\n")
+    assert out.getvalue().splitlines()[-1] == b"[0] " + long
+    assert out.getvalue().count(b"[1] between\r\n") == out.getvalue().count(b"[1]") == 46
+    output.write(0, "stdout", 2 * long)
+    assert out.getvalue().endswith(b"\n[0] " + 2 * long + b"\n")
+
+
+def test_a_full_disk_is_an_error_in_the_log_and_tried_again(tmp_path: Path):
+    class Full(Pipe):
+        left = 7
+
+        def write(self, data: bytes) -> int:
+            if not self.left:
+                raise OSError(28, "No space left on device")
+            count = min(len(data), self.left)
+            self.left -= count
+            return super().write(bytes(data[:count]))
+
+    out, err = Full(), Pipe()
+    output = Output({"stdout": out, "stderr": err}, 1, tag=False)  # type: ignore[dict-item]
+    for _ in range(3):
+        output.write(0, "stdout", b"0123456789\n")
+    out.left = 99
+    output.write(0, "stdout", b"again\n")
+    assert out.text == b"0123456again\n"
+    assert err.text.decode().splitlines() == [
+        "hororun: ERROR: cannot write standard output: No space left on device; until that works, "
+        "output is lost",
+        "hororun: ERROR: standard output is written again, and lacks 26 bytes",
+    ]
+    err.text = b""
+    output = Output({"stderr": err}, 2, tag=True, directory=str(tmp_path))  # type: ignore[dict-item]
+    output.open_files(2)
+    real, full = output._files[1, "stdout"], Full()
+    output._files[1, "stdout"] = full  # type: ignore[assignment]
+    output.write(1, "stdout", b"0123456789\n")
+    output.write(1, "stdout", b"more\n")
+    output._files[1, "stdout"] = real
+    output.write(1, "stdout", b"again\n")
+    output.write(0, "stdout", b"other\n")
+    output.close()
+    assert (
+        tmp_path / "rank.1/stdout"
+    ).read_text() == "\nhororun: 9 bytes are missing here\nagain\n"
+    assert (tmp_path / "rank.0/stdout").read_text() == "other\n"
+    assert err.text.count(b"ERROR") == 2
+
+
 def test_output_that_nobody_reads_ends_nothing():
     class Broken(Pipe):
         def write(self, data: bytes) -> int:
