@@ -462,7 +462,8 @@ def test_a_rank_that_goes_on_is_not(started: Callable[..., subprocess.Popen[str]
     pids = [
         int(re.findall(r"pid=(\d+)", each)[0]) for each in sorted((line(process), line(process)))
     ]
-    wait_until(lambda: not is_alive(pids[0]))
+    status = Path(f"/proc/{pids[1]}/stat")
+    wait_until(lambda: not is_alive(pids[0]) and ") T " in status.read_text())
     os.kill(pids[1], signal.SIGCONT)
     out, _ = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, out) == (0, "[1] done\n")
