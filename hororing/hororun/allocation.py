@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hororing.hosts import Host, parse_hosts
 
+_SCONTROL_S = 2.0  # it asks a server
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -44,6 +46,21 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
     if names := environ.get("LSB_HOSTS"):
         return Allocation("LSF", _counted("LSB_HOSTS", names.split()))
     return None
+
+
+def kill_wait_s(environ: Mapping[str, str]) -> float | None:
+    """Return the time that the scheduler gives to processes after SIGTERM; None: unknown."""
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    try:
+        text = subprocess.run(
+            ["scontrol", "show", "config"], capture_output=True, text=True, check=False,
+            timeout=_SCONTROL_S,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        return None
+    found = re.search(r"^KillWait\s*=\s*(\d+) sec", text, re.MULTILINE)
+    return None if found is None else float(found[1])
 
 
 def _slurm(nodes: str, tasks: str) -> list[Host]:

@@ -21,6 +21,7 @@ from typing import IO
 
 from hororing import launch, limits
 from hororing.hororun import allocation, elastic_flags, knob_flags, numa, plan, start
+from hororing.hororun.ending import Grace
 from hororing.hororun.job import CannotStartError
 from hororing.hororun.local import STDERR, STDOUT
 from hororing.hororun.output import Output
@@ -87,7 +88,7 @@ def main(words: Sequence[str] | None = None) -> int:
     output = _output(arguments, size, only_from, elastic is not None)
     rsh = arguments.rsh_agent or start.ssh(arguments.ssh_port, arguments.ssh_identity_file)
     what = start.Start(
-        placed, command, variables, rsh, arguments.start_timeout, arguments.grace, _stdin()
+        placed, command, variables, rsh, arguments.start_timeout, _grace(arguments.grace), _stdin()
     )
     try:
         if elastic is not None:
@@ -142,8 +143,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--start-timeout", type=_seconds, metavar="S",
         default=launch.environment().get("HOROVOD_START_TIMEOUT", "60"),
         help="longest that other hosts may take to answer (60)")  # fmt: skip
-    add("--grace", type=_seconds, default=5.0, metavar="S",
-        help="time between the request to end and the end, for all ranks (5)")  # fmt: skip
+    add("--grace", type=_seconds, metavar="S",
+        help="time between the request to end and the end, for all ranks (5 after a failure, 30 or "
+        "Slurm's KillWait after a signal)")  # fmt: skip
     add(
         "--rsh-agent",
         type=_words,
@@ -250,6 +252,14 @@ def _allocation() -> allocation.Allocation | None:
             "without srun; or let srun start the program"
         )
     return found
+
+
+def _grace(given: float | None) -> Grace:
+    if given is not None:
+        return Grace(given, given)
+    schedulers_s = allocation.kill_wait_s(launch.environment())
+    # hororun must still be able to say who has not ended.
+    return Grace() if schedulers_s is None else Grace(asked_s=max(schedulers_s - 1, 1))
 
 
 def _per_host(text: str | None) -> int | None:

@@ -31,7 +31,7 @@ from hororing.hororun.elastic_processes import (
     ProcessHost,
     pause,
 )
-from hororing.hororun.ending import Ending
+from hororing.hororun.ending import Ending, Grace
 from hororing.hororun.hosts import LocalHost
 from hororing.hororun.job import CannotStartError, conclude_asked, end_report
 from hororing.hororun.local import RESULT, Program, step
@@ -70,7 +70,7 @@ class ElasticJob:
         can no longer be reached. CannotStartError.
     make_discovery : makes a `Finder` that calls one of two functions from time to time: with hosts,
         or with an error text. None: the hosts of `what` stay.
-    grace_s : time between the request to end and SIGKILL.
+    grace : time between the request to end and SIGKILL.
     start_timeout_s : how long an agent may take to answer.
     membership : a file that gets a line of JSON for each generation. None: no file.
 
@@ -88,7 +88,7 @@ class ElasticJob:
         make_store: Callable[[Elastic, Sequence[Host], Callable[[Event], None]], ElasticStore],
         make_host: Callable[[ElasticJob, str, Callable[[str], None]], ProcessHost],
         make_discovery: Callable[[ElasticJob, Found, Callable[[str], None]], Finder] | None = None,
-        grace_s: float,
+        grace: Grace,
         start_timeout_s: float,
         membership: Path | None = None,
     ) -> None:
@@ -96,8 +96,8 @@ class ElasticJob:
         self._what, self._output, self._membership = what, output, membership
         self._make_program, self._make_store, self._make_host = make_program, make_store, make_host
         self._make_discovery = make_discovery
-        self._grace_s, self._start_timeout_s = grace_s, start_timeout_s
-        self._ending = Ending(self.selector, self._send, grace_s, output)
+        self._grace_s, self._start_timeout_s = grace.failed_s, start_timeout_s
+        self._ending = Ending(self.selector, self._send, grace, output, self._left)
         self._events = Events(self.selector)
         self._slots = Slots(what.max_np, what.cooldown)
         self._known: Sequence[Host] | None = None
@@ -211,6 +211,9 @@ class ElasticJob:
     def _is_over(self) -> bool:
         over = self._ending.begun or self._finished
         return self._host_unreachable or (over and not self._live())
+
+    def _left(self) -> list[str]:
+        return [each.name(self._several) for each in self._live()]
 
     def _live(self) -> list[ElasticProcess]:
         return self._processes.live()

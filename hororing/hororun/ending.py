@@ -8,7 +8,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 from hororing.hororun.output import Output
@@ -18,6 +19,22 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 OTHERS = (signal.SIGUSR1, signal.SIGUSR2)
 # Time for a host to report that its killed ranks are dead.
 _KILLED_S = 10.0
+_NAMED = 16  # of those that are killed
+
+
+@dataclass(frozen=True)
+class Grace:
+    """Time between the request to end and SIGKILL.
+
+    Parameters
+    ----------
+    failed_s : if a rank has failed.
+    asked_s : if the user or a scheduler requests it: ranks may be saving their state. Schedulers
+        allow 30 s, if nothing else is set up.
+    """
+
+    failed_s: float = 5.0
+    asked_s: float = 30.0
 
 
 class Ending:
@@ -27,8 +44,9 @@ class Ending:
     ----------
     selector : what the thread of the job waits on; signals wake it.
     send : sends a signal to all processes of the job.
-    grace_s : time between the request to end and SIGKILL.
+    grace : see there.
     output : the job's; it waits for readers no longer than the end allows.
+    left : returns the names of processes that have not ended.
 
     Attributes
     ----------
@@ -40,13 +58,15 @@ class Ending:
         self,
         selector: selectors.BaseSelector,
         send: Callable[[int], None],
-        grace_s: float,
+        grace: Grace,
         output: Output,
+        left: Callable[[], Sequence[str]],
     ) -> None:
         self.asked: int | None = None
         self._selector = selector
         self._send = send
-        self._grace_s = grace_s
+        self._grace, self._output, self._left = grace, output, left
+        self._first = 0  # the signal with which the end began
         self._at: float | None = None  # of the next step
         self._killed = False
         self._signals: list[int] = []
@@ -65,7 +85,8 @@ class Ending:
         """Ask all processes to end."""
         self._send(number)
         if self._at is None:
-            self._at = time.monotonic() + self._grace_s
+            self._first = number
+            self._at = time.monotonic() + self._grace_s()
 
     def go_on(self) -> bool:
         """Kill processes whose time is over. False: long over; a host does not answer."""
@@ -73,8 +94,17 @@ class Ending:
             return True
         if self._killed:
             return False
+        if names := self._left():
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            self._output.log(
+                f"{', '.join(names[:_NAMED])}{more} had not ended {self._grace_s():g} s after "
+                f"{signal.Signals(self._first).name} and will be killed; --grace allows longer"
+            )
         self._kill()
         return True
+
+    def _grace_s(self) -> float:
+        return self._grace.failed_s if self.asked is None else self._grace.asked_s
 
     def _kill(self) -> None:
         if not self._killed:

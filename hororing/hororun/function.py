@@ -18,6 +18,7 @@ from hororing.errors import RunError
 from hororing.hororun import elastic_call, plan, start
 from hororing.hororun.call import PROGRAM, RAISED, RankException, describe, read
 from hororing.hororun.elastic_call import EndedElastic
+from hororing.hororun.ending import Grace
 from hororing.hororun.job import CannotStartError
 from hororing.hororun.local import STDERR, STDOUT
 from hororing.hororun.output import Output
@@ -80,7 +81,8 @@ def run(
     output_filename : a folder for the output of ranks, in files ``rank.N/stdout``.
     tag_output : lines begin with their rank. None: if there are several.
     start_timeout : how long other hosts may take to answer, in seconds. None: 60.
-    grace : between the request to end and the end, for all ranks, in seconds. None: 5.
+    grace : between the request to end and the end, for all ranks, in seconds. None: 5 after a
+        failure, 30 after a signal to this process.
     rsh_agent, ssh_port, ssh_identity_file : a command instead of ssh; options of ssh.
     network_interface, network_interfaces : as HORORING_INTERFACE.
     disable_cache : as HORORING_CACHE_CAPACITY=0.
@@ -154,7 +156,7 @@ def run(
         {**start.settings(), **given},
         start.ssh(ssh_port, ssh_identity_file) if rsh is None else rsh,
         _seconds("start_timeout", start_timeout, 60.0),
-        _seconds("grace", grace, 5.0),
+        Grace() if grace is None else Grace(*2 * [_seconds("grace", grace, 0.0)]),
         payload=describe(func, tuple(args), dict(kwargs or {})),
     )
     size = elastic.max_np if elastic else len(placed)

@@ -8,6 +8,7 @@ signals are recorded only in the main thread.
 from __future__ import annotations
 
 import contextlib
+import re
 import selectors
 import signal
 import time
@@ -15,11 +16,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from hororing.hororun.ending import Ending
+from hororing.hororun.ending import Ending, Grace
 from hororing.hororun.local import RESULT, step
 from hororing.hororun.output import Output
 
 _LOOK_S = 1.0  # between two looks at ranks that have not ended as others have
+# In the error of a rank that has lost another one.
+_NAMES = re.compile(rb"PeerLostError: .*?rank (\d+)")
 
 
 class CannotStartError(Exception):
@@ -63,7 +66,7 @@ class Job:
         size: int,
         output: Output,
         *,
-        grace_s: float,
+        grace: Grace,
         on_finished: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self.selector = selectors.DefaultSelector()
@@ -76,9 +79,9 @@ class Job:
         self._on_finished = on_finished
         self._codes: dict[int, int] = {}
         self._begun = False
-        self._grace_s = grace_s
+        self._grace_s = grace.failed_s
         self._stopped_since: float | None = None
-        self._ending = Ending(self.selector, self._send, grace_s, output)
+        self._ending = Ending(self.selector, self._send, grace, output, self._left)
 
     @property
     def asked(self) -> int | None:
@@ -176,6 +179,9 @@ class Job:
             self.failed = min(left), -signal.SIGSTOP
             self._ending.stop(signal.SIGKILL)
 
+    def _left(self) -> list[str]:
+        return [self.name(rank) for rank in range(self._size) if rank not in self._codes]
+
     def _send(self, number: int) -> None:
         for host in self.hosts:
             host.signal(number)
@@ -197,7 +203,22 @@ class Job:
 
     def end_report(self, rank: int, code: int) -> list[str]:
         """Lines for the user: how a rank has ended."""
-        return end_report(f"{self.name(rank)} {describe(code)}", code, self._output.tail(rank))
+        how, cause = f"{self.name(rank)} {describe(code)}", self._cause(rank)
+        if cause != rank:
+            how += f", because of {self.name(cause)}"
+        whose = "its" if cause == rank else f"rank {cause}'s"
+        return end_report(how, code, self._output.tail(cause), whose)
+
+    def _cause(self, rank: int) -> int:
+        """The rank that the last lines of `rank` name, if it has failed and printed something."""
+        seen = {rank}
+        while found := _NAMES.findall(b"\n".join(self._output.tail(rank))):
+            named = int(found[-1])
+            if named in seen or not self._codes.get(named) or not self._output.tail(named):
+                break
+            seen.add(named)
+            rank = named
+        return rank
 
     def name(self, rank: int) -> str:
         """The rank, and its host if that is another one."""
@@ -212,9 +233,11 @@ def conclude_asked(asked: int, codes: Collection[int | None], output: Output) ->
     return 128 + asked
 
 
-def end_report(how: str, code: int, tail: Sequence[bytes]) -> list[str]:
+def end_report(how: str, code: int, tail: Sequence[bytes], whose: str = "its") -> list[str]:
     """Lines for the user: how a process has ended, and the last lines of its standard error."""
-    last = "; the last lines of its standard error:" if tail else "; its standard error is empty"
+    last = (
+        f"; the last lines of {whose} standard error:" if tail else "; its standard error is empty"
+    )
     lines = (line.decode("utf-8", "surrogateescape") for line in tail)
     hint = "an unexpected SIGKILL is usually the kernel's, out of memory: see `dmesg`"
     killed = code == -signal.SIGKILL

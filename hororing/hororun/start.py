@@ -21,6 +21,7 @@ from hororing.hororun.agent import free_port
 from hororing.hororun.discovery import Discovery, Found
 from hororing.hororun.elastic import ElasticJob
 from hororing.hororun.elastic_flags import Elastic
+from hororing.hororun.ending import Grace
 from hororing.hororun.hosts import LocalHost, RemoteHost
 from hororing.hororun.job import CannotStartError, Job
 from hororing.hororun.local import Program, memory_file
@@ -45,7 +46,7 @@ class Start:
     variables : for the ranks of all hosts. Those on this host also have this process's variables.
     rsh : the words before a host's name in a command that runs another one there.
     start_timeout_s : how long other hosts may take to answer.
-    grace_s : time between the request to end and SIGKILL.
+    grace : time between the request to end and SIGKILL.
     stdin : the standard input of rank 0; None: nothing.
     payload : the standard input of each rank. Ranks then answer; see `Program.answers`.
     """
@@ -55,7 +56,7 @@ class Start:
     variables: dict[str, str]
     rsh: Sequence[str]
     start_timeout_s: float
-    grace_s: float
+    grace: Grace
     stdin: IO[bytes] | None = None
     payload: bytes | None = None
 
@@ -73,7 +74,7 @@ def run(what: Start, output: Output) -> Job:
     here_count = sum(place.host not in others for place in what.placed)
     _make_room(what, output, size, here_count, connections=size)
     store, secret = new_store(size, bool(others), ends_are_noted=True)
-    job = Job(size, output, grace_s=what.grace_s, on_finished=store.note_end)
+    job = Job(size, output, grace=what.grace, on_finished=store.note_end)
     job.host_of = {place.rank: place.host for place in what.placed} if others else {}
     here = LocalHost(job.selector, job, secret)
     remote: list[RemoteHost] = []
@@ -190,7 +191,7 @@ def run_elastic(
         elastic, output,
         make_program=make_program, make_store=make_store, make_host=make_host,
         make_discovery=None if elastic.script is None else make_discovery,
-        grace_s=what.grace_s, start_timeout_s=what.start_timeout_s, membership=membership,
+        grace=what.grace, start_timeout_s=what.start_timeout_s, membership=membership,
     )  # fmt: skip
     try:
         ended.run()

@@ -30,7 +30,7 @@ from hororing.hororun.discovery import Found
 from hororing.hororun.elastic import ElasticJob
 from hororing.hororun.elastic_call import EndedElastic
 from hororing.hororun.elastic_flags import Elastic
-from hororing.hororun.ending import OTHERS
+from hororing.hororun.ending import OTHERS, Grace
 from hororing.hororun.local import RESULT, STDERR, Program
 from hororing.hororun.output import Output
 from hororing.hosts import Host
@@ -104,7 +104,7 @@ def run(
             number, (), {**environment, "HORORING_PROCESS": str(number)}, ""
         ),
         make_store=make_store, make_host=actors.of, make_discovery=actors.found_by,
-        grace_s=_GRACE_S, start_timeout_s=0.0,
+        grace=Grace(_GRACE_S, _GRACE_S), start_timeout_s=0.0,
     )  # fmt: skip
     job.run()
     function.pass_signal_on(job.asked)

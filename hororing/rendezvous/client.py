@@ -246,9 +246,7 @@ class Member:
             self._stream.socket.close()
             self._stream = None
 
-    def _send_text(
-        self, key: str, text: str, timeout_s: float, again: bool = False
-    ) -> Deadline:
+    def _send_text(self, key: str, text: str, timeout_s: float, again: bool = False) -> Deadline:
         """`again`: at the end of its time, this rank does not give up, but asks again."""
         deadline = Deadline(timeout_s + _ANSWER_S)
         request = {"do": "gather", "generation": self.generation, "key": key, "text": text}

@@ -32,7 +32,8 @@ from hororun_jobs import (
 
 from hororing.config.knobs import KNOBS
 from hororing.hororun import plan
-from hororing.hororun.command import main
+from hororing.hororun.command import _grace, main
+from hororing.hororun.ending import Grace
 from hororing.hororun.output import Output
 from hororing.hosts import Host
 from hororing.rendezvous import interfaces
@@ -314,12 +315,50 @@ def test_the_first_failure_is_shown_and_ends_the_job():
     assert "out of memory: see `dmesg`" in done.stderr.splitlines()[-1]
 
 
+def test_the_last_lines_are_those_of_the_rank_that_the_first_one_names():
+    script = (
+        "case $RANK in\n"
+        "0) sleep 0.5; echo 'a.PeerLostError: rank 2 failed: ValueError: bad' >&2; exit 1;;\n"
+        "1) trap '' TERM; sleep 1;;\n"
+        "2) echo 'ValueError: bad' >&2; trap '' TERM; sleep 1; exit 1;;\n"
+        "esac"
+    )
+    done = run("-np", "3", *sh(script))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-2:] == [
+        "hororun: rank 0 has failed with exit code 1, because of rank 2; the last lines of rank 2"
+        "'s standard error:",
+        "hororun:     ValueError: bad",
+    ]
+
+
 def test_who_ignores_the_request_to_end_is_ended_after_the_time_of_grace():
     script = "trap '' TERM; [ $RANK = 1 ] && { sleep 0.3; exit 3; }; while :; do sleep 0.05; done"
     began = time.monotonic()
     done = run("-np", "2", "--grace", "0.3", *sh(script))
     assert done.returncode == 3
     assert time.monotonic() - began < DEADLINE_S / 2
+    wanted = "rank 0 had not ended 0.3 s after SIGTERM and will be killed; --grace allows longer"
+    assert f"hororun: {wanted}\n" in done.stderr
+
+
+def test_after_a_signal_ranks_have_the_time_that_schedulers_give(
+    started: Callable[..., subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert _grace(None) == Grace(failed_s=5, asked_s=30)
+    assert _grace(7) == Grace(failed_s=7, asked_s=7)
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 'InactiveLimit = 0 sec'; echo 'KillWait   = 2 sec'\n")
+    scontrol.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert _grace(None) == Grace(failed_s=5, asked_s=1)
+    process = started("-np", "1", *sh("trap '' TERM; echo here; while :; do sleep 0.05; done"))
+    line(process)
+    process.terminate()
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 143
+    assert "rank 0 had not ended 1 s after SIGTERM and will be killed" in errors
 
 
 @pytest.mark.parametrize(
