@@ -3,7 +3,8 @@
 It first sends MARK, because a login script may have printed something. Then both sides send frames
 (`hororing.rendezvous.protocol`):
 
-    agent    -> launcher  ready: a free port; error; rank + stream + data; rank + code
+    agent    -> launcher  ready: a free port; error; differs: a variable; rank + stream + data;
+                          rank + code
     launcher -> agent     payload: a part of what ranks read; start: secret, directory, environment,
                           ranks; signal, perhaps to one rank; reap: a rank that has ended; close
 
@@ -90,6 +91,9 @@ class _Agent:
 
     def _start(self, message: dict[str, Any]) -> None:
         environment = launch.inherited() | message["environment"]
+        for name, text in message["compared"].items():
+            if environment.get(name) != text:
+                self._send({"differs": name})
         # The address of the launcher's host, if ssh reports it.
         seen = environment.get("SSH_CONNECTION", "").partition(" ")[0]
         descriptor = memory_file("secret", bytes.fromhex(message["secret"]))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from hororing import launch, limits
-from hororing.hororun import allocation, elastic_flags, knob_flags, numa, plan, start
+from hororing.hororun import allocation, cgroup, elastic_flags, knob_flags, numa, plan, start
 from hororing.hororun.ending import Grace
 from hororing.hororun.job import CannotStartError
 from hororing.hororun.local import STDERR, STDOUT
@@ -270,7 +270,7 @@ def _per_host(text: str | None) -> int | None:
         if gpus or text == "gpu":
             return max(gpus, 1)
     if text in ("auto", "cpu"):
-        return len(os.sched_getaffinity(0))
+        return cgroup.cores()
     if not re.fullmatch(r"[1-9]\d{0,6}", text):
         raise ValueError(f"--nproc-per-node {text}: expected a number, auto, gpu or cpu")
     return int(text)

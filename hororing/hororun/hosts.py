@@ -88,6 +88,8 @@ class RemoteHost:
     rsh : the words before the host's name.
     ranks : the ranks that it must start.
     log : prints a line of the launcher.
+    compared : variables that the ranks do not get; shared by all hosts. The first host that has
+        another value is named, and the variable is no longer compared.
     on_end : called with a message when the agent or the connection has ended, before its ranks
         count as failed. None: print it, and raise CannotStartError if the agent was not ready yet.
     """
@@ -102,6 +104,7 @@ class RemoteHost:
         rsh: Sequence[str],
         ranks: Sequence[int],
         log: Callable[[str], None],
+        compared: dict[str, str],
         on_end: Callable[[str], None] | None = None,
     ) -> None:
         self.name = name
@@ -114,6 +117,7 @@ class RemoteHost:
         self._sink = sink
         self._secret = secret
         self._log = log
+        self._compared = compared
         self._on_end = on_end or self._report_end
         self._running = set(ranks)
         self._greeting: bytes | None = b""
@@ -159,7 +163,8 @@ class RemoteHost:
             part = base64.b64encode(payload[begin : begin + _PART_BYTES])
             self._send({"payload": part.decode()})
         try:
-            self._send({"secret": self._secret.hex(), **message})
+            shown = {"secret": self._secret.hex(), "compared": self._compared}
+            self._send({**shown, **message})
         except ValueError:
             raise CannotStartError("the command and its variables are too long") from None
 
@@ -262,6 +267,13 @@ class RemoteHost:
         if "ready" in message:
             self.port = protocol.take(message, "ready", int)
             self.ready = True
+        elif "differs" in message:
+            name = protocol.take(message, "differs", str)
+            if self._compared.pop(name, None) is not None:
+                self._log(
+                    f"{name} has another value on {self.name}, where ranks do not get that of this "
+                    f"host: -x {name} passes it"
+                )
         elif "error" in message:
             self._error = protocol.take(message, "error", str)
             self._ended()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from hororing import launch, limits
+from hororing.hororun import cgroup
 
 _READ_BYTES = 2**16
 _MOST_READS = 16  # 1 MiB: the largest pipe that a process can have without privileges
@@ -97,8 +98,8 @@ def append(number: int, data: bytes | bytearray) -> None:
 
 
 def _with_threads(program: Program) -> dict[str, str]:
-    """Divide the cores among this host's ranks: libraries would start threads for all cores."""
-    cores = len(os.sched_getaffinity(0))
+    """Divide the cores among this host's ranks: libraries would start threads for all of them."""
+    cores = cgroup.cores()
     ranks = program.sharing or int(program.environment.get("HORORING_LOCAL_SIZE", 1))
     return {"OMP_NUM_THREADS": str(max(cores // ranks, 1)), **program.environment}
 

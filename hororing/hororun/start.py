@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hororing import launch, limits
-from hororing.hororun import plan
+from hororing.hororun import cgroup, plan
 from hororing.hororun.agent import free_port
 from hororing.hororun.discovery import Discovery, Found
 from hororing.hororun.elastic import ElasticJob
@@ -33,6 +33,15 @@ from hororing.rendezvous import interfaces, protocol
 from hororing.rendezvous.elastic_store import ElasticStore, Event
 from hororing.rendezvous.server import Server
 from hororing.rendezvous.store import Store
+
+_THREADS_OF_A_RANK = 3  # the script's and ours
+# Variables beside the settings that all ranks must share: results depend on them.
+_SHARED = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED",
+    "CUBLAS_WORKSPACE_CONFIG",
+)  # fmt: skip
+# Variables whose absence elsewhere is hard to find; other hosts may have their own.
+_PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,7 @@ def run(what: Start, output: Output) -> Job:
     job.host_of = {place.rank: place.host for place in what.placed} if others else {}
     here = LocalHost(job.selector, job, secret)
     remote: list[RemoteHost] = []
+    compared = _compared(what)
     payload = None if what.payload is None else memory_file("payload", what.payload)
 
     def prepare() -> None:
@@ -95,7 +105,7 @@ def run(what: Start, output: Output) -> Job:
             remote.append(
                 RemoteHost(
                     job.selector, job, secret,
-                    name=name, rsh=what.rsh, ranks=ranks, log=output.log,
+                    name=name, rsh=what.rsh, ranks=ranks, log=output.log, compared=compared,
                 )
             )  # fmt: skip
             job.hosts.append(remote[-1])
@@ -123,6 +133,7 @@ def run_elastic(
     inherited = launch.inherited()
     common = {"PYTHONUNBUFFERED": "1", "HORORING_ELASTIC": "1", "HORORING_JOB": job}
     payload = None if what.payload is None else memory_file("payload", what.payload)
+    compared = _compared(what)
     stores: dict[bool, str] = {}  # the store's address, by whether a process is on this host
 
     def make_store(
@@ -167,7 +178,7 @@ def run_elastic(
             return LocalHost(job.selector, job, secret)
         host = RemoteHost(
             job.selector, job, secret,
-            name=name, rsh=what.rsh, ranks=(), log=output.log, on_end=ended,
+            name=name, rsh=what.rsh, ranks=(), log=output.log, compared=compared, on_end=ended,
         )  # fmt: skip
         host.payload = what.payload
         return host
@@ -213,6 +224,12 @@ def _make_room(what: Start, output: Output, size: int, here: int, connections: i
         limits.make_room(files, f"{size} ranks, {here} of them on this host,")
     except limits.LimitError as error:
         raise CannotStartError(str(error)) from None
+    left = cgroup.processes_left()
+    if left is not None and _THREADS_OF_A_RANK * here > left:
+        raise CannotStartError(
+            f"{here} ranks on this host need at least {_THREADS_OF_A_RANK * here} processes and "
+            f"threads, and {left} more may be started: raise pids.max of the container"
+        )
 
 
 def new_store(
@@ -264,12 +281,18 @@ def _assign(
         }
 
 
+def _compared(what: Start) -> dict[str, str]:
+    """Variables of this process that ranks of other hosts do not get, but may need."""
+    own = launch.environment()
+    return {name: own[name] for name in _PATHS if own.get(name) and name not in what.variables}
+
+
 def settings() -> dict[str, str]:
     """Variables of this process for ranks of other hosts, most of which must be the same."""
     return {
         name: text
         for name, text in launch.inherited().items()
-        if name.startswith(("HORORING_", "HOROVOD_"))
+        if name.startswith(("HORORING_", "HOROVOD_")) or name in _SHARED
     }
 
 

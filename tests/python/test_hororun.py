@@ -616,6 +616,22 @@ def test_agents_start_ranks_on_other_hosts(rsh: str):
     assert as_user.stdout == "me@b b 2345\n"
 
 
+def test_variables_that_ranks_must_share_reach_other_hosts_and_others_are_named_once(rsh: str):
+    done = run(
+        "-H", "localhost:1,a:1,b:1", "--rsh-agent", rsh,
+        *sh("echo $OMP_NUM_THREADS $PYTHONHASHSEED"),
+        OMP_NUM_THREADS="7", PYTHONHASHSEED="4", LD_LIBRARY_PATH="/opt/lib",
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == ["[0] 7 4", "[1] 7 4", "[2] 7 4"]
+    told = [each for each in done.stderr.splitlines() if "LD_LIBRARY_PATH" in each]
+    assert len(told) == 1
+    assert told[0].endswith("do not get that of this host: -x LD_LIBRARY_PATH passes it")
+    done = run("-H", "localhost:1,a:1", "--rsh-agent", rsh, "-x", "LD_LIBRARY_PATH", "-x",
+               "PYTHONPATH", *sh(":"), LD_LIBRARY_PATH="/opt/lib")  # fmt: skip
+    assert done.stderr == ""
+
+
 def test_an_address_of_this_host_needs_no_ssh(rsh: str):
     own = interfaces.addresses()[0]
     if own.startswith("127."):

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hororun_jobs import DEADLINE_S, HORORUN, environment, sh
 
+from hororing.hororun import cgroup, command, local
+from hororing.hororun.local import Program
 from hororing.rendezvous.store import Store
 
 # Members of a store, one after the other; prints the reasons of those that are refused.
@@ -56,6 +58,39 @@ def test_a_job_that_needs_more_is_refused_at_once_with_the_numbers():
     assert "hororun: 64 ranks, 64 of them on this host, need about 2" in done.stderr
     assert "which may have 256: raise the hard limit (ulimit -Hn)" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+GROUPS = {
+    "version 2": (
+        "0::/pod/one",
+        {"pod/one/cpu.max": "max 100000", "pod/cpu.max": "50000 100000", "pod/one/pids.max": "max",
+         "pod/pids.max": "40", "pod/pids.current": "31"},
+    ),
+    # The path is that of the host; only the container's own group is mounted.
+    "version 1, a container": (
+        "4:cpu,cpuacct:/docker/1\n3:pids:/docker/1\n0::/",
+        {"cpu,cpuacct/cpu.cfs_quota_us": "150000", "cpu,cpuacct/cpu.cfs_period_us": "200000",
+         "pids/pids.max": "40", "pids/pids.current": "31"},
+    ),
+    "none": ("4:cpu:/\n3:pids:/\n0::/", {"cpu/cpu.cfs_quota_us": "-1", "pids/pids.max": "max"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("own", "files"), GROUPS.values(), ids=GROUPS)
+def test_a_container_has_the_cores_and_processes_of_its_quota(
+    own: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroup, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+    limited = own != GROUPS["none"][0]
+    assert (cgroup.cores(), cgroup.processes_left()) == ((1, 9) if limited else (4, None))
+    assert command._per_host("cpu") == (1 if limited else 4)
+    assert local._with_threads(Program(0, (), {}, "/"))["OMP_NUM_THREADS"] == "14"[not limited]
 
 
 def test_rank_0_says_that_its_store_needs_more(tmp_path: Path):
