@@ -61,6 +61,7 @@ void Loop::Apply(const Agreement& agreement) {
   }
   run();
   stand_ins_.clear();
+  alltoall_rows_.clear();
   for (uint64_t id : agreement.evicted) shared_.tensors.Forget(id);
   applied_ = agreement.sequence;
 }
@@ -92,12 +93,36 @@ std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
   if (!details.weights.empty()) work.weights = &details.weights;
   work.rows = known != nullptr ? &known->rows : &details.rows;
   if (!cached) {
+    if (work.entry->request.kind == Collective::kAlltoall) {
+      work.rows = &alltoall_rows_.emplace_back(OwnRows(decision));
+      if (work.rows->empty()) {
+        End(Status(Code::kInternal, "agreement without the rows of '" + details.name + "'"));
+        return std::nullopt;
+      }
+    }
     ClearReported(work.entry->cache_id);  // a new request replaces this id
-    if (id != 0) shared_.tensors.Define(id, work.entry->request, details.rows);
+    if (id != 0) shared_.tensors.Define(id, work.entry->request, *work.rows);
     work.entry->cache_id = id;
   }
   if (shared_.trace.enabled()) TraceNegotiation(*work.entry);
   return work;
+}
+
+// The sum of an alltoall's splits, and what this rank receives. The agreement has the rows of all
+// members among the ranks that it was sent to. Empty if they are missing.
+std::vector<int64_t> Loop::OwnRows(const Decision& decision) const {
+  const std::vector<int64_t>& rows = decision.details().rows;
+  const std::shared_ptr<const ProcessSet> set = shared_.sets.Find(decision.process_set);
+  const auto members = static_cast<std::ptrdiff_t>(set->ranks.size());
+  std::ptrdiff_t first = 1;
+  for (const int rank : group_) {
+    if (rank == topology_.rank) break;
+    if (set->IndexOf(rank) >= 0) first += members;
+  }
+  if (static_cast<std::ptrdiff_t>(rows.size()) < first + members) return {};
+  std::vector<int64_t> own(rows.begin() + first, rows.begin() + first + members);
+  own.insert(own.begin(), rows[0]);
+  return own;
 }
 
 void Loop::ClearReported(uint64_t id) {

@@ -17,12 +17,12 @@ size_t RowBytes(const TensorView& view) {
   return bytes;
 }
 
-// The bytes of `count` row counts, `stride` apart, from `first` on.
-std::vector<size_t> InBytes(const std::vector<int64_t>& rows, size_t first, size_t stride,
-                            size_t count, size_t row_bytes) {
+// The bytes of `count` row counts from `first` on.
+std::vector<size_t> InBytes(const std::vector<int64_t>& rows, size_t first, size_t count,
+                            size_t row_bytes) {
   std::vector<size_t> bytes;
-  for (size_t i = 0; i < count; ++i) {
-    bytes.push_back(static_cast<size_t>(rows[first + i * stride]) * row_bytes);
+  for (size_t i = first; i < first + count; ++i) {
+    bytes.push_back(static_cast<size_t>(rows[i]) * row_bytes);
   }
   return bytes;
 }
@@ -31,14 +31,14 @@ std::vector<size_t> InBytes(const std::vector<int64_t>& rows, size_t first, size
 void SetSizes(const TensorEntry& of, size_t index, const std::vector<int64_t>& rows,
               const Communicator& communicator, BatchEntry* entry) {
   const TensorView& view = of.views[index];
-  const size_t size = communicator.ranks.size(), own = static_cast<size_t>(communicator.rank);
+  const size_t size = communicator.ranks.size();
   switch (of.request.kind) {
     case Collective::kAllgather:
-      entry->receive_bytes = InBytes(rows, index * size, 1, size, RowBytes(view));
+      entry->receive_bytes = InBytes(rows, index * size, size, RowBytes(view));
       break;
     case Collective::kAlltoall:
-      entry->send_bytes = InBytes(rows, own * size, 1, size, RowBytes(view));
-      entry->receive_bytes = InBytes(rows, own, size, size, RowBytes(view));
+      entry->send_bytes = InBytes(of.request.splits, 0, size, RowBytes(view));
+      entry->receive_bytes = InBytes(rows, 1, size, RowBytes(view));
       break;
     case Collective::kReducescatter:
       for (int rank = 0; rank < communicator.size(); ++rank) {
@@ -67,7 +67,7 @@ FusionItem Describe(const TensorEntry& entry, size_t index, const std::vector<in
       described.bytes += rows[index * ranks + rank] * static_cast<int64_t>(RowBytes(view));
     }
   } else if (request.kind == Collective::kAlltoall) {
-    for (int64_t each : rows) described.bytes += each * static_cast<int64_t>(RowBytes(view));
+    described.bytes = rows[0] * static_cast<int64_t>(RowBytes(view));
   } else {
     described.bytes = static_cast<int64_t>(view.bytes());
   }
@@ -230,13 +230,13 @@ Status BatchRunner::Allocate(const Work& work) {
   const Request& request = entry->request;
   const std::vector<int64_t>& agreed = *work.rows;
   const Communicator& communicator = communicators_.at(request.process_set);
-  const size_t size = communicator.ranks.size(), own = static_cast<size_t>(communicator.rank);
+  const size_t size = communicator.ranks.size();
   entry->results.resize(entry->views.size());
   for (size_t i = 0; i < entry->views.size(); ++i) {
     std::vector<int64_t> received;
     for (size_t rank = 0; rank < size; ++rank) {
       received.push_back(request.kind == Collective::kAllgather ? agreed[i * size + rank]
-                                                                : agreed[rank * size + own]);
+                                                                : agreed[1 + rank]);
     }
     const int64_t rows = std::accumulate(received.begin(), received.end(), int64_t{0});
     const size_t bytes = static_cast<size_t>(rows) * RowBytes(entry->views[i]);

@@ -22,7 +22,8 @@ namespace hororing {
 // A request that all its ranks have agreed to carry out now.
 struct Work {
   TensorEntry* entry = nullptr;
-  const std::vector<int64_t>* rows = nullptr;    // as in Decision::Details
+  // As in Decision::Details. Alltoall: the sum of all splits, then the rows from each member.
+  const std::vector<int64_t>* rows = nullptr;
   const std::vector<double>* weights = nullptr;  // likewise; null: none
 };
 

@@ -168,7 +168,12 @@ bool Loop::Decide() {
   const std::optional<Agreement> agreement = coordinator_->TakeAgreement();
   if (!agreement) return false;
   Send(*agreement);
-  if (!final_) Apply(*agreement);
+  if (final_) return true;
+  if (coordinator_->IsForAll(*agreement)) {
+    Apply(*agreement);
+  } else if (const std::optional<Agreement> part = coordinator_->PartFor(group_, *agreement)) {
+    Apply(*part);
+  }
   return true;
 }
 

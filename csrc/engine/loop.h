@@ -8,6 +8,7 @@
 // Thread-safety: every call REQUIRES Engine::progress_mutex_, on any thread.
 #pragma once
 
+#include <deque>
 #include <exception>
 #include <functional>
 #include <map>
@@ -77,6 +78,7 @@ class Loop {
   // apply.cc
   void Apply(const Agreement& agreement);
   void ClearReported(uint64_t id);
+  std::vector<int64_t> OwnRows(const Decision& decision) const;
   std::optional<Work> Agreed(const Decision& decision, uint64_t id);
   TensorEntry* StandIn(const Request& request);
   Status ToDevice(size_t bytes, ResultBuffer* memory);
@@ -120,6 +122,7 @@ class Loop {
   bool run_by_caller_ = false;
   // Neutral values that this rank, after its join, contributes to the current agreement.
   std::vector<std::unique_ptr<TensorEntry>> stand_ins_;
+  std::deque<std::vector<int64_t>> alltoall_rows_;  // of the current agreement
   uint64_t applied_ = 0;
   uint64_t sets_added_ = 0;  // equal on all ranks
   bool left_ = false;        // this rank has reported its shutdown

@@ -198,7 +198,7 @@ bool Loop::Receive() {
 }
 
 void Loop::Send(const Agreement& agreement) {
-  const bool to_all = coordinator_->only_world();
+  const bool to_all = coordinator_->IsForAll(agreement);
   const std::string message = to_all ? Encode(agreement) : std::string();
   for (const std::vector<int>& ranks : agreement_groups_) {
     if (ranks[0] == 0) continue;

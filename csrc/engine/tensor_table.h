@@ -71,7 +71,7 @@ struct RequestRecord {
   // The agreed request and its cache id (0: none). Constant while it has an id.
   uint64_t id = 0;
   Request agreed;                   // as this rank submitted it
-  std::vector<int64_t> rows;        // as in Decision::Details
+  std::vector<int64_t> rows;        // as in Work
   TensorEntry* reported = nullptr;  // active, and reported by its id; only for the loop
 };
 

@@ -14,19 +14,30 @@ namespace {
 // Stands for the sequence of an agreement that is yet to be made.
 constexpr uint64_t kNotAnnounced = std::numeric_limits<uint64_t>::max();
 
-// Returns Decision::Details::rows for gathered tensors and splits; empty for other requests.
-std::vector<int64_t> RowsOf(const std::vector<const Request*>& requests) {
-  std::vector<int64_t> rows;
+// Fills in the rows of gathered tensors, or the splits.
+void SetRows(const std::vector<const Request*>& requests, const std::vector<int>& ranks,
+             Decision::Details* details) {
   if (requests[0]->kind == Collective::kAllgather) {
     for (size_t tensor = 0; tensor < requests[0]->tensors.size(); ++tensor) {
-      for (const Request* request : requests) rows.push_back(request->tensors[tensor].shape[0]);
+      for (const Request* request : requests) {
+        details->rows.push_back(request->tensors[tensor].shape[0]);
+      }
     }
   } else if (requests[0]->kind == Collective::kAlltoall) {
+    auto splits = std::make_shared<Splits>();
+    splits->ranks = ranks;
     for (const Request* request : requests) {
-      rows.insert(rows.end(), request->splits.begin(), request->splits.end());
+      splits->rows.insert(splits->rows.end(), request->splits.begin(), request->splits.end());
     }
+    details->splits = std::move(splits);
   }
-  return rows;
+}
+
+// How much of the cache's capacity a request takes: memory, not names, is limited.
+size_t CacheUse(const Request& request, const Decision::Details& rows) {
+  constexpr size_t kRowsPerTensor = 32;  // take as much memory as a tensor
+  const size_t numbers = rows.splits != nullptr ? rows.splits->rows.size() : rows.rows.size();
+  return request.tensors.size() + numbers / kRowsPerTensor;
 }
 
 }  // namespace
@@ -211,8 +222,8 @@ Status Coordinator::Agree(TensorState& tensor, Decision* decision) {
     HORORING_RETURN_IF_ERROR(possible);
     Decision::Details& details = decision->set_details();
     details.name = requests[0]->name;
-    details.rows = RowsOf(requests);
-    decision->cache_id = Remember(tensor, *requests[0], details.rows);
+    SetRows(requests, ranks, &details);
+    decision->cache_id = Remember(tensor, *requests[0], details);
     if (requests[0]->of_members_alone()) details.stand_in = *requests[0];
   } else {
     HORORING_RETURN_IF_ERROR(possible);
@@ -225,6 +236,7 @@ Status Coordinator::Agree(TensorState& tensor, Decision* decision) {
     // The ranks have forgotten the id, or are about to.
     decision->set_details().name = record.request.name;
     decision->set_details().rows = record.rows;
+    decision->set_details().splits = record.splits;
   }
   if (!joined.empty()) decision->set_details().stand_in = pending.any();
   return Status::Ok();
@@ -322,17 +334,16 @@ std::vector<Waiting> Coordinator::AllWaiting(bool joins) {
 // Returns the request of one member of the record's process set.
 Request Coordinator::RequestOf(const Record& record, int member) const {
   Request request = record.request;
-  if (record.rows.empty()) return request;
   const size_t size = sets_.Find(request.process_set)->ranks.size();
   const size_t index = static_cast<size_t>(member);
-  if (request.kind == Collective::kAlltoall) {
-    const auto first = record.rows.begin() + static_cast<std::ptrdiff_t>(index * size);
+  if (record.splits != nullptr) {
+    const auto first = record.splits->rows.begin() + static_cast<std::ptrdiff_t>(index * size);
     request.splits.assign(first, first + static_cast<std::ptrdiff_t>(size));
     request.tensors[0].shape[0] =
         std::accumulate(request.splits.begin(), request.splits.end(), int64_t{0});
     return request;
   }
-  for (size_t tensor = 0; tensor < request.tensors.size(); ++tensor) {
+  for (size_t tensor = 0; tensor < record.rows.size() / size; ++tensor) {
     request.tensors[tensor].shape[0] = record.rows[tensor * size + index];
   }
   return request;
@@ -340,19 +351,27 @@ Request Coordinator::RequestOf(const Record& record, int member) const {
 
 // Gives `request` a cache id, which replaces its name's previous one.
 uint64_t Coordinator::Remember(TensorState& tensor, const Request& request,
-                               const std::vector<int64_t>& rows) {
-  if (options_.cache_capacity <= 0 || request.tensors.empty()) return 0;
+                               const Decision::Details& details) {
+  if (request.tensors.empty()) return 0;
+  const size_t capacity = static_cast<size_t>(std::max(options_.cache_capacity, 0));
+  const size_t weighs = CacheUse(request, details);
   if (tensor.id != 0) {
     // All members have just reported the name, so no report of the old id is in transit.
-    const Record& older = records_.at(tensor.id);
-    by_age_.erase(older.age);
-    Erase(older);
-  } else if (static_cast<int>(by_age_.size()) >= options_.cache_capacity) {
-    Evict();
+    Record& older = records_.at(tensor.id);
+    if (weighs > capacity) {
+      Retire(older);
+    } else {
+      by_age_.erase(older.age);
+      Erase(older);
+    }
   }
+  if (weighs > capacity) return 0;
+  while (cached_ + weighs > capacity) Evict();
+  cached_ += weighs;
   const uint64_t id = next_id_++;
   by_age_.push_front(id);
-  records_[id] = {id, &tensor, false, false, by_age_.begin(), request, rows};
+  records_[id] = {id, &tensor, false, false, by_age_.begin(), weighs, request,
+                  details.rows, details.splits};
   tensor.id = id;
   ++tensor.records;
   return id;
@@ -365,18 +384,23 @@ void Coordinator::Evict() {
     if (!std::exchange(oldest.used, false)) break;
     by_age_.splice(by_age_.begin(), by_age_, oldest.age);
   }
-  const uint64_t victim = by_age_.back();
-  by_age_.pop_back();
-  Record& evicted = records_.at(victim);
-  evicted.tensor->id = 0;
-  evicted.retired = true;
-  evicted_.push_back(victim);
-  retired_[victim] = kNotAnnounced;
+  Retire(records_.at(by_age_.back()));
+}
+
+// The ranks are yet to hear that they must forget it.
+void Coordinator::Retire(Record& record) {
+  by_age_.erase(record.age);
+  cached_ -= record.weighs;
+  record.tensor->id = 0;
+  record.retired = true;
+  evicted_.push_back(record.id);
+  retired_[record.id] = kNotAnnounced;
 }
 
 void Coordinator::Erase(const Record& record) {
   TensorState& tensor = *record.tensor;
   if (tensor.id == record.id) tensor.id = 0;
+  if (!record.retired) cached_ -= record.weighs;
   if (--tensor.records == 0 && !tensor.pending.waits) tensors_.erase(tensors_.find(tensor.key));
   records_.erase(record.id);
 }

@@ -40,7 +40,9 @@ class Coordinator {
  public:
   struct Options {
     int size = 1;
-    int cache_capacity = 0;  // 0: no cache
+    // Tensors whose requests are cached; gathered rows count, too. 0: no cache. A request that
+    // exceeds it alone is not cached.
+    int cache_capacity = 0;
     StallInspector::Options stall;
   };
   explicit Coordinator(const Options& options);
@@ -55,11 +57,11 @@ class Coordinator {
 
   // Returns the decisions since the last call, if any, in the order in which they became ready.
   std::optional<Agreement> TakeAgreement();
-  // The part of the latest agreement that concerns any of `ranks`. If there is none, it need not be
-  // sent to them.
+  // The part of the latest agreement that concerns any of `ranks`, with the rows that these receive
+  // in an alltoall. If there is none, it need not be sent to them.
   std::optional<Agreement> PartFor(const std::vector<int>& ranks, const Agreement& agreement) const;
-  // Whether every agreement concerns every rank.
-  bool only_world() const { return sets_.count() == 1; }
+  // Whether all ranks get the same agreement.
+  bool IsForAll(const Agreement& agreement) const;
   // When TakeAgreement or InspectStalls has something to do without a new report; kForever: never.
   TimeNs NextDeadline() const;
 
@@ -103,8 +105,10 @@ class Coordinator {
     bool retired = false;
     bool used = false;  // agreed upon again since Evict last checked it
     std::list<uint64_t>::iterator age;
-    Request request;            // of one member; the others may differ in `rows`
+    size_t weighs = 0;          // its part of the capacity
+    Request request;            // of one member; the others may differ in `rows` and `splits`
     std::vector<int64_t> rows;  // as in Decision::Details
+    std::shared_ptr<const Splits> splits;
   };
 
   void Receive(const int* ranks, size_t count, const Report& report, TimeNs now);
@@ -114,6 +118,7 @@ class Coordinator {
   Pending& PendingFor(const Request& request, TensorState& tensor, TimeNs now);
   void ClearPending(TensorState& tensor);
   void Evict();
+  void Retire(Record& record);
   void Erase(const Record& record);
   void Expand(Pending& pending);
   void Decide(TensorState& tensor);
@@ -123,7 +128,7 @@ class Coordinator {
   void RemoveSet(int32_t id);
   std::vector<TensorState*> PendingTensors() const;
   Request RequestOf(const Record& record, int member) const;
-  uint64_t Remember(TensorState& tensor, const Request& request, const std::vector<int64_t>& rows);
+  uint64_t Remember(TensorState& tensor, const Request& request, const Decision::Details& details);
   void ForgetRetired();
 
   // Join (uneven data).
@@ -153,6 +158,7 @@ class Coordinator {
   uint64_t next_id_ = 1;
   std::unordered_map<uint64_t, Record> records_;  // by cache id
   std::list<uint64_t> by_age_;                    // live ids, the newest first
+  size_t cached_ = 0;                             // what the live ones take of the capacity
   std::vector<uint64_t> evicted_;                 // to announce in the next agreement
   std::map<uint64_t, uint64_t> retired_;          // id -> sequence of the announcing agreement
   size_t reports_since_forgetting_ = 0;

@@ -2,12 +2,32 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
 #include "negotiation/coordinator.h"
 #include "negotiation/validate.h"
 
 namespace hororing {
+namespace {
+
+// Decision::Details::rows for these ranks.
+std::vector<int64_t> RowsFor(const std::vector<int>& ranks, const Splits& splits) {
+  std::vector<int64_t> rows{
+      std::accumulate(splits.rows.begin(), splits.rows.end(), int64_t{0})};
+  const size_t members = splits.ranks.size();
+  for (const int rank : ranks) {
+    const auto found = std::lower_bound(splits.ranks.begin(), splits.ranks.end(), rank);
+    if (found == splits.ranks.end() || *found != rank) continue;
+    const size_t receiver = static_cast<size_t>(found - splits.ranks.begin());
+    for (size_t sender = 0; sender < members; ++sender) {
+      rows.push_back(splits.rows[sender * members + receiver]);
+    }
+  }
+  return rows;
+}
+
+}  // namespace
 
 // Adds or removes a process set. `rows`: see Decision::Details.
 Status Coordinator::ChangeSets(const Request& request, std::vector<int64_t>* rows) {
@@ -112,6 +132,13 @@ Status Coordinator::CheckJoined(const std::vector<int>& joined, const Request& r
   return Status::Ok();
 }
 
+bool Coordinator::IsForAll(const Agreement& agreement) const {
+  return sets_.count() == 1 && std::none_of(agreement.decisions.begin(), agreement.decisions.end(),
+                                            [](const Decision& decision) {
+                                              return decision.details().splits != nullptr;
+                                            });
+}
+
 std::optional<Agreement> Coordinator::PartFor(const std::vector<int>& ranks,
                                               const Agreement& agreement) const {
   // A set that this agreement removes concerns every rank that may have been in it. A new set may
@@ -125,7 +152,10 @@ std::optional<Agreement> Coordinator::PartFor(const std::vector<int>& ranks,
   Agreement part;
   part.sequence = agreement.sequence;
   for (const Decision& decision : agreement.decisions) {
-    if (concerns(decision.process_set)) part.decisions.push_back(decision);
+    if (!concerns(decision.process_set)) continue;
+    part.decisions.push_back(decision);
+    const Splits* const splits = decision.details().splits.get();
+    if (splits != nullptr) part.decisions.back().set_details().rows = RowsFor(ranks, *splits);
   }
   for (uint64_t id : agreement.evicted) {
     if (concerns(records_.at(id).request.process_set)) part.evicted.push_back(id);

@@ -70,6 +70,12 @@ std::string Key(int32_t process_set, const std::string& name);
 void SetKey(int32_t process_set, const char* name, std::string* key);
 inline std::string Key(const Request& request) { return Key(request.process_set, request.name); }
 
+// The splits of an alltoall, [sender * members + receiver], of these members.
+struct Splits {
+  std::vector<int> ranks;
+  std::vector<int64_t> rows;
+};
+
 // From a rank to the coordinator: the requests submitted since the last report.
 struct Report {
   uint64_t applied = 0;          // sequence of the last agreement that this rank has applied
@@ -97,9 +103,12 @@ struct Decision {
   struct Details {
     std::string name;  // kRun of an uncached request, kFail
     Status status;     // kFail, kLeave, kAbort
-    // kRun. Allgather: first dimensions, [tensor * members + member]; alltoall: splits,
-    // [sender * members + receiver]; join: the last rank to join; add_process_set: the set.
+    // kRun. Allgather: first dimensions, [tensor * members + member]; join: the last rank to join;
+    // add_process_set: the set. Alltoall: the sum of all splits, then what each rank to which the
+    // agreement is sent receives from each member, [receiver * members + sender].
     std::vector<int64_t> rows;
+    // kRun of an alltoall, at the coordinator only: see Coordinator::PartFor.
+    std::shared_ptr<const Splits> splits;
     std::vector<double> weights;  // kRun of a weighted average, as in ReduceSpec; else empty
     // kRun of an allreduce or of a new set: the request, for members that have joined and ranks
     // that do not report it, which therefore do not have it.

@@ -173,9 +173,9 @@ TEST(ranks_that_add_different_sets_are_told_of_one_another) {
 
 TEST(a_set_decides_without_the_others_and_concerns_only_its_members) {
   Coordinator coordinator = MakeCoordinator(4);
-  CHECK(coordinator.only_world());
+  CHECK(coordinator.IsForAll({}));
   const int32_t set = static_cast<int32_t>(AddSet(coordinator, 4, {1, 3}));
-  CHECK(!coordinator.only_world());
+  CHECK(!coordinator.IsForAll({}));
   Tell(coordinator, 0, {Allreduce("x")});  // another tensor, in the world
   Tell(coordinator, 3, {Allreduce("x", set)});
   CHECK(!coordinator.TakeAgreement().has_value());

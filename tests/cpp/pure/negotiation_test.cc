@@ -212,6 +212,62 @@ TEST(gathered_rows_travel_with_the_agreement_and_are_cached) {
   CHECK(agreement->decisions[0].details().rows == (std::vector<int64_t>{2, 7}));
 }
 
+// Four ranks, of which rank r sends 10 * r + k rows to rank k.
+TEST(an_alltoall_tells_ranks_what_they_receive_and_no_more) {
+  Coordinator coordinator(Options(4));
+  for (int rank = 0; rank < 4; ++rank) {
+    Request request = Allreduce("x", {40 * rank + 6});
+    request.kind = Collective::kAlltoall;
+    for (int to = 0; to < 4; ++to) request.splits.push_back(10 * rank + to);
+    coordinator.Receive(rank, Fresh({request}), 0);
+  }
+  const auto agreement = coordinator.TakeAgreement();
+  CHECK(!coordinator.IsForAll(*agreement));
+  const auto rows = [&](const std::vector<int>& ranks) {
+    return coordinator.PartFor(ranks, *agreement)->decisions[0].details().rows;
+  };
+  CHECK(rows({1}) == (std::vector<int64_t>{264, 1, 11, 21, 31}));
+  CHECK(rows({2, 3}) == (std::vector<int64_t>{264, 2, 12, 22, 32, 3, 13, 23, 33}));
+}
+
+TEST(the_cache_is_limited_by_tensors_and_rows_not_by_names) {
+  Coordinator::Options options = Options(2);
+  options.cache_capacity = 100;
+  Coordinator coordinator(options);
+  std::set<uint64_t> known;
+  uint64_t applied = 0;
+  const auto call = [&](const Request& request) {
+    Report report = Fresh({request});
+    report.applied = applied;
+    for (int rank : {0, 1}) coordinator.Receive(rank, report, 0);
+    const auto agreement = coordinator.TakeAgreement();
+    applied = agreement->sequence;
+    const uint64_t id = agreement->decisions[0].cache_id;
+    if (id != 0) known.insert(id);
+    for (const uint64_t each : agreement->evicted) known.erase(each);
+    return id;
+  };
+  Request group = Allreduce("");
+  group.tensors.resize(30, group.tensors[0]);
+  for (int i = 0; i < 20; ++i) {
+    group.name = "group" + std::to_string(i);
+    CHECK(call(group) != 0);
+    CHECK(known.size() <= 3);
+  }
+  // It alone exceeds the limit. Its name had an id, which the ranks must forget.
+  group.tensors.resize(101, group.tensors[0]);
+  CHECK_EQ(call(group), uint64_t{0});
+  CHECK_EQ(known.size(), size_t{2});
+  Request sparse = Allreduce("a", {2});
+  sparse.kind = Collective::kAlltoall;
+  sparse.splits.assign(900, 0);  // 2 ranks of 900 splits: 57 tensors
+  for (int i = 0; i < 20; ++i) {
+    sparse.name = "a" + std::to_string(i);
+    CHECK(call(sparse) != 0);
+    CHECK(known.size() <= 2);
+  }
+}
+
 TEST(evicted_ids_are_understood_until_every_rank_knows) {
   Coordinator::Options options = Options(2);
   options.cache_capacity = 1;
