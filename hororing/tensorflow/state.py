@@ -26,7 +26,8 @@ def broadcast_variables(
 ) -> Any:
     """Overwrite the variables of all ranks with those of rank `root_rank`.
 
-    The result is None in eager mode, and an operation in a graph of TensorFlow 1.
+    The result is None in eager mode and in a `tf.function`, and an operation in a graph of
+    TensorFlow 1.
 
     Parameters
     ----------
@@ -40,7 +41,8 @@ def broadcast_variables(
     >>> hvd.broadcast_variables(model.variables, root_rank=0)
     >>> hvd.broadcast_variables(optimizer.variables, root_rank=0)
     """
-    return _assigned("broadcast_variables", variables, root_rank, process_set)
+    assigned = _assigned("broadcast_variables", variables, root_rank, process_set)
+    return tf.group(*assigned) if assigned else None
 
 
 def broadcast_(
@@ -50,6 +52,9 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Like `broadcast_variables`; returns the variables.
+
+    A graph of TensorFlow 1 runs only what a result depends on: there, the list holds the values
+    after the broadcast.
 
     Raises
     ------
@@ -66,18 +71,19 @@ def broadcast_(
     }
     if len(kinds) > 1:
         raise ValueError("broadcast_: reference and resource variables cannot be mixed")
-    _assigned("broadcast_" if name is None else name, variables, root_rank, process_set)
-    return variables
+    prefix = "broadcast_" if name is None else name
+    return _assigned(prefix, variables, root_rank, process_set) or variables
 
 
 def _assigned(
     prefix: str, variables: Iterable[Any], root_rank: int, process_set: ProcessSet
-) -> Any:
+) -> list[Any]:
+    """Return what assigns the variables; nothing where TensorFlow runs it without being asked."""
     check_member(process_set, prefix)
     root_rank = arguments.check_root(root_rank, prefix)
     variables = arguments.check_variables(variables, prefix)
     if not variables:
-        return None
+        return []
     names = unique_names(step_prefix(prefix, process_set), variables)
     values = [tf.convert_to_tensor(variable) for variable in variables]
     signed = [
@@ -96,9 +102,8 @@ def _assigned(
         variable.assign(tf.bitcast(result, value.dtype) if value.dtype in _SIGNED else result)
         for variable, value, (result,) in zip(variables, values, results, strict=True)
     ]
-    if tf.executing_eagerly() or tf.inside_function():
-        return None
-    return tf.group(*assigned)
+    graph = tf.compat.v1.get_default_graph()
+    return [] if tf.executing_eagerly() or graph._add_control_dependencies else assigned
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

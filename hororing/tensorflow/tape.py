@@ -76,13 +76,19 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
         self._local.add(checked_key(source, "register_local_source"))
 
     def get_local_and_global_gradients(
-        self, gradients: Sequence[Any], sources: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Return the gradients of local sources, and those of the others."""
-        pairs = list(zip(gradients, sources, strict=True))
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: Any = False,
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return pairs of a source and what `gradient` returns for it: local ones, and others."""
+        flat = tf.nest.flatten(sources)
+        gradients = self.gradient(target, flat, output_gradients, use_generic_names)
+        pairs = list(zip(flat, gradients, strict=True))
         return (
-            [gradient for gradient, source in pairs if variable_key(source) in self._local],
-            [gradient for gradient, source in pairs if variable_key(source) not in self._local],
+            [pair for pair in pairs if variable_key(pair[0]) in self._local],
+            [pair for pair in pairs if variable_key(pair[0]) not in self._local],
         )
 
 

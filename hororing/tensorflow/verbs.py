@@ -141,8 +141,12 @@ def averaged_slices(
         # In an elastic job, the number of ranks may change during the life of a graph.
         changes = membership.is_elastic() and process_set is global_process_set
         count = size_op() if changes else rank_and_size(process_set)[1]
-        divide = tf.truncatediv if values.dtype.is_integer else tf.divide
-        values = divide(values, tf.cast(count, values.dtype))
+        if values.dtype.is_integer:  # the quotient of the sum, not the sum of truncated quotients
+            indices, at = tf.unique(indices)
+            sums = tf.math.unsorted_segment_sum(tf.cast(values, tf.int64), at, tf.size(indices))
+            values = tf.cast(tf.truncatediv(sums, tf.cast(count, tf.int64)), values.dtype)
+        else:
+            values = values / tf.cast(count, values.dtype)
     return tf.IndexedSlices(values, indices, like.dense_shape)
 
 

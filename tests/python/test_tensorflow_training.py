@@ -203,6 +203,18 @@ def case_complex_variables_and_averages_of_integer_rows() -> None:
     averaged = hvd.allreduce(integers, name="integers").values
     assert averaged.dtype == tf.int32
     np.testing.assert_array_equal(averaged, [[-3, 1]] * size)
+    for dtype in (tf.uint8, tf.int64):  # rows of one index add up before the division
+        rows = tf.constant([[1, 3], [5, 200], [7, 1]], dtype)
+        slices = tf.IndexedSlices(rows, tf.constant([0, 4, 4]), tf.constant([6, 2]))
+
+        def average(slices: tf.IndexedSlices = slices) -> tf.Tensor:
+            found = hvd.allreduce(slices)
+            return tf.math.unsorted_segment_sum(found.values, found.indices, 6)
+
+        def check(found: tf.Tensor) -> None:
+            np.testing.assert_array_equal(found, [[1, 3], *[[0, 0]] * 3, [12, 201], [0, 0]])
+
+        check_both(average, check)
 
 
 def case_names_of_variables_that_look_like_numbered_ones() -> None:
@@ -287,9 +299,15 @@ def case_local_sources_stay_here() -> None:
         reduced = gradients_by(wrap, sources)
         np.testing.assert_array_equal(reduced[0], mean_of(0))
         np.testing.assert_allclose(reduced[1], values(hvd.rank(), 1) / (size if scale else 1))
-        local, others = wrap(tf.GradientTape()).get_local_and_global_gradients(reduced, sources)
-        assert local[0] is reduced[1]
-        assert len(others) == 3
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(source) for source in sources])
+        local, others = wrap(tape).get_local_and_global_gradients(loss, sources)
+        (found,) = local
+        assert found[0] is sources[1]
+        np.testing.assert_allclose(found[1], np.ones(SHAPES[1]) / (size if scale else 1))
+        assert [source for source, _ in others] == [sources[0], *sources[2:]]
+        for source, gradient in others:
+            np.testing.assert_array_equal(gradient, np.ones(source.shape))
 
 
 def case_local_layers_stay_here() -> None:
@@ -494,6 +512,29 @@ def case_layers_may_have_other_numbers_on_each_rank() -> None:
         loss = tf.add_n([tf.reduce_sum((at + 1.0) * each) for at, each in enumerate(layers)])
     found = hvd.DistributedGradientTape(tape).gradient(loss, layers)
     assert [float(each[0]) for each in found] == [1.0, 2.0, 3.0]
+
+
+def case_broadcasts_in_graphs_of_tensorflow_1_take_place() -> None:
+    v1, root = tf.compat.v1, hvd.size() - 1
+    for resource in (True, False):
+        with tf.Graph().as_default(), v1.Session() as session:
+            names = ("a", "b")
+            made = [
+                v1.get_variable(each, initializer=[float(hvd.rank())], use_resource=resource)
+                for each in names
+            ]
+            (value,) = hvd.broadcast_(made[:1], root)
+            operation = hvd.broadcast_variables(made[1:], root)
+            for what, variable in zip((value, operation), made, strict=True):
+                session.run(v1.global_variables_initializer())
+                session.run(what)
+                assert session.run(variable) == root
+            assert session.run(value) == root
+    variable = tf.Variable(float(hvd.rank()))
+    for call in (hvd.broadcast_, hvd.broadcast_variables):
+        variable.assign(float(hvd.rank()))
+        tf.function(lambda call=call: call([variable], root) and None)()
+        assert variable.numpy() == root
 
 
 def case_sessions_of_tensorflow_1() -> None:
