@@ -16,24 +16,31 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
+from hororing.toolkit.torch.optim.averages import Average
 from hororing.torch.extension import parameters
 
-if TYPE_CHECKING:
-    from hororing.toolkit.torch.optim.averages import Average
-    from hororing.toolkit.torch.optim.hierarchical import Hierarchical
-
 BUCKET_BYTES: Final = 4 << 20
+
+
+class Averaging(Protocol):
+    """What is needed of the optimizer whose weights are updated early, beside its parameters."""
+
+    backward_passes_per_step: int
+
+    def _update_early(self, params: Sequence[torch.Tensor], part: str) -> Average: ...
+
+    def _average_part(self, params: Sequence[torch.Tensor], part: str) -> Average: ...
 
 
 class EarlyUpdates:
     """Early updates of one optimizer. `late`: parameters that are not updated inside backward."""
 
-    def __init__(self, optimizer: Hierarchical, late: Sequence[torch.Tensor]) -> None:
-        self._optimizer = weakref.ref(optimizer)  # hooks of its parameters lead here
+    def __init__(self, optimizer: Averaging, late: Sequence[torch.Tensor]) -> None:
+        self._optimizer = weakref.ref[Any](optimizer)  # hooks of its parameters lead here
         self._named_late = frozenset(map(id, late))  # the same on all ranks
         self._late = set(self._named_late)
         self._buckets: list[list[torch.Tensor]] = []
