@@ -54,15 +54,17 @@ std::string UniqueName() {
   return text;
 }
 
-// Removes files whose creators were killed before Unlink: no process holds their locks.
+// Removes this user's files whose creators were killed before Unlink: no process holds their locks.
 void Sweep() {
   DIR* const directory = opendir("/dev/shm");
   while (const dirent* entry = directory != nullptr ? readdir(directory) : nullptr) {
     const std::string name = std::string("/") + entry->d_name;
     if (name.compare(1, sizeof kPrefix - 1, kPrefix) != 0) continue;
-    const int fd = shm_open(name.c_str(), O_RDWR, 0);
+    const int fd = shm_open(name.c_str(), O_RDWR | O_NONBLOCK, 0);  // others could make it wait
+    struct stat file = {};
     if (fd < 0) continue;  // another user's
-    if (flock(fd, LOCK_EX | LOCK_NB) == 0) shm_unlink(name.c_str());
+    const bool own = fstat(fd, &file) == 0 && file.st_uid == geteuid();
+    if (own && flock(fd, LOCK_EX | LOCK_NB) == 0) shm_unlink(name.c_str());
     close(fd);
   }
   if (directory != nullptr) closedir(directory);

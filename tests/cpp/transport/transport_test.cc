@@ -1,6 +1,7 @@
 // Rung 2: the shared-memory transport, with ranks as threads and as forked processes; worlds,
 // topologies, and errors at the start.
 #include <dirent.h>
+#include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -496,6 +497,17 @@ TEST(what_a_killed_creator_has_left_is_removed_by_the_next_and_nothing_else) {
   first.reset();
   second.reset();
   CHECK(LeftInShm(getpid()).empty());
+}
+
+TEST(a_file_of_another_user_in_shared_memory_is_left_alone) {
+  if (geteuid() != 0) return;  // only root can make such a file
+  const std::string path = "/dev/shm/hororing." + std::to_string(getpid()) + ".foreign";
+  const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL, 0666);
+  CHECK(fd >= 0 && fchown(fd, 12345, 12345) == 0);
+  close(fd);
+  std::shared_ptr<ShmSegment> segment;
+  CHECK_OK(ShmSegment::Create(ShmSegment::Geometry::For(2), &segment));
+  CHECK_EQ(unlink(path.c_str()), 0);
 }
 
 TEST(a_full_shared_memory_is_an_error_with_a_remedy) {
