@@ -1,8 +1,8 @@
 """The base of every store: a server that admits peers that know the job's secret.
 
-A peer that has not yet proved that it knows the secret gets 3 s, 4 KiB and one of 256 places. If
-all are taken, the oldest of the address that has most of them makes room for a new one. Idle
-connections and garbage therefore neither harm members nor keep them waiting.
+A peer that has not yet proved that it knows the secret gets 3 s, 4 KiB and one of up to 4,096
+places. If all are taken, the oldest of the address that has most of them makes room for a new one.
+Idle connections and garbage therefore neither harm members nor keep them waiting.
 
 Everything runs in one event loop: that of the caller (`open`, `close`), or of a thread of the store
 (`start_thread`, `stop`).
@@ -18,7 +18,6 @@ import os
 import select
 import socket
 import threading
-from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ from hororing.rendezvous.client import keep_from_children, keep_watch
 from hororing.rendezvous.protocol import Hello, ProtocolError
 
 _FIRST_S = 3.0
-_PLACES = 256
+_PLACES, _SHARE_OF_FILES = 4096, 4  # at most, and at most one of so many files
 _BACKLOG = 4096
 _NO_FILES_S = 0.1  # before the next try, when the process has no file descriptors left
 _START_S = 30.0
@@ -97,7 +96,7 @@ class Server:
         self._out_of_files = False
         self._accepting: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
-        self._places: dict[_Place, None] = {}  # oldest first
+        self._places: dict[str, dict[_Place, None]] = {}  # by address; oldest first
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._stopping = threading.Lock()
@@ -217,7 +216,7 @@ class Server:
                     await self._make_room()
                 await asyncio.sleep(_NO_FILES_S)
                 continue
-            if len(self._places) >= _PLACES:
+            if sum(map(len, self._places.values())) >= _most_places():
                 self._drop_one()
             try:
                 await self._begin(accepted, address[0])
@@ -255,17 +254,23 @@ class Server:
         transport, _ = await loop.connect_accepted_socket(lambda: made, accepted)
         writer = asyncio.StreamWriter(transport, made, reader, loop)
         place = _Place(writer, address)
-        self._places[place] = None
+        self._places.setdefault(address, {})[place] = None
         task = asyncio.ensure_future(self._serve(reader, writer, place))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
 
     def _drop_one(self) -> None:
         if self._places:
-            ((most, _),) = Counter(each.address for each in self._places).most_common(1)
-            oldest = next(each for each in self._places if each.address == most)
-            del self._places[oldest]
+            most = max(self._places, key=lambda address: len(self._places[address]))
+            oldest = next(iter(self._places[most]))
+            self._leave(oldest)
             oldest.writer.transport.abort()
+
+    def _leave(self, place: _Place) -> None:
+        there = self._places.get(place.address, {})
+        there.pop(place, None)
+        if not there:
+            self._places.pop(place.address, None)
 
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: _Place
@@ -281,7 +286,7 @@ class Server:
         except (ProtocolError, OSError, EOFError, asyncio.TimeoutError):
             pass
         finally:
-            self._places.pop(place, None)
+            self._leave(place)
             if peer is not None and not self._closing:  # or it would be the store that ends
                 self._ended(peer)
             writer.close()
@@ -302,7 +307,7 @@ class Server:
         writer.write(protocol.encode({"proof": proof}))
         peer = Peer(hello, reader, writer)
         self._enter(peer)  # only now: only peers that know the secret may learn of the members
-        self._places.pop(place, None)
+        self._leave(place)
         return peer
 
 
@@ -310,6 +315,10 @@ async def read(reader: asyncio.StreamReader, most: int) -> dict[str, Any]:
     """Read a frame of at most `most` bytes."""
     head = await reader.readexactly(protocol.LENGTH_BYTES)  # IncompleteReadError is an EOFError
     return protocol.decode(await reader.readexactly(protocol.length(head, most)))
+
+
+def _most_places() -> int:
+    return min(_PLACES, limits.files() // _SHARE_OF_FILES)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
