@@ -1,6 +1,7 @@
 """Ranks of a job as processes of several users: forks them, as not every user can run Python here.
 
-users_ranks.py FOLDER ACTION UID...: rank N is of the Nth user. Prints a line of JSON for each rank.
+users_ranks.py FOLDER ACTION,... UID...: rank N is of the Nth user. Prints for each rank what each
+action has returned, as JSON, or its exception.
 """
 
 from __future__ import annotations
@@ -83,9 +84,15 @@ def rank(number: int, size: int, user: int) -> str:
     private_folder.candidates = lambda: [FOLDER / str(os.geteuid())]
     try:
         hvd.init()
-        return json.dumps({"returned": ACTIONS[sys.argv[2]]()})
     except Exception as error:
-        return json.dumps({"raised": f"{type(error).__name__}: {error}"})
+        return json.dumps([f"{type(error).__name__}: {error}"])
+    outcomes = []
+    for action in sys.argv[2].split(","):
+        try:
+            outcomes.append(json.dumps(ACTIONS[action]()))
+        except Exception as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return json.dumps(outcomes)
 
 
 def main() -> None:
