@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import sys
 
 _SPARE = 24  # for libraries, files of the script, and what a start needs for a moment
 _FILES = resource.RLIMIT_NOFILE
@@ -49,7 +50,8 @@ def make_room(more: int, what: str) -> None:
 
 def files() -> int:
     """Return how many files this process may open."""
-    return resource.getrlimit(_FILES)[0]
+    soft, _ = resource.getrlimit(_FILES)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def users_files() -> int:

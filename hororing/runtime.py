@@ -241,7 +241,8 @@ def _run(
             fail(code)
         _process.broken = False
         _process.topology = job.read_topology()
-        _process.timeline = _absolute(settings["TIMELINE"] or "")
+        # Not without one: the working directory may have been deleted.
+        _process.timeline = _absolute(settings["TIMELINE"]) if settings["TIMELINE"] else ""
         _log.set_rank(_process.topology.rank)
         recorder.note(rank=_process.topology.rank, size=_process.topology.size)
         if _process.topology.rank == 0:

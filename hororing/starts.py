@@ -64,16 +64,17 @@ def job(started_by: Launch, env: Mapping[str, str]) -> str:
 
 
 def _torch(started_by: Launch, env: Mapping[str, str]) -> Place:
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not env.get(name):
+    given = {name: env.get(name, "").strip() for name in ("MASTER_ADDR", "MASTER_PORT")}
+    for name, text in given.items():
+        if not text:
             raise ValueError(
                 f"init: {started_by.sign} shows that there are other ranks, but {name} is not set: "
                 f"start with torchrun or hororun, or set HORORING_RENDEZVOUS; {_ALONE}"
             )
-    port = env["MASTER_PORT"]
+    port = given["MASTER_PORT"]
     if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
         raise ValueError(f"init: MASTER_PORT={port!r} is not a port")
-    host = env["MASTER_ADDR"]
+    host = given["MASTER_ADDR"].removeprefix("[").removesuffix("]")
     one_host = started_by.local_size == started_by.size
     return Place(
         f"{TORCH}[{host}]:{port}" if ":" in host else f"{TORCH}{host}:{port}",

@@ -6,6 +6,7 @@ Shared by the command hororun and `hororing.run`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import os
 import secrets
@@ -167,7 +168,7 @@ def run_elastic(
             **({} if here else {"HORORING_HOSTNAME": slot.host}),
         }
         return Program(
-            number, what.command, variables, os.getcwd(), sharing=slot.neighbours,
+            number, what.command, variables, _directory(), sharing=slot.neighbours,
             stdin=payload, answers=payload is not None,
         )  # fmt: skip
 
@@ -232,6 +233,15 @@ def _make_room(what: Start, output: Output, size: int, here: int, connections: i
         )
 
 
+def _directory() -> str:
+    """The working directory, for ranks. CannotStartError if it has been deleted."""
+    try:
+        return os.getcwd()
+    except OSError:
+        gone = os.readlink("/proc/self/cwd")
+        raise CannotStartError(f"the working directory is {gone}: go to another one") from None
+
+
 def new_store(
     size: int, several_hosts: bool, *, ends_are_noted: bool = False
 ) -> tuple[Store, bytes]:
@@ -261,7 +271,7 @@ def _assign(
     stdin = {0: what.stdin} if payload is None else dict.fromkeys(range(size), payload)
     here.programs = [
         Program(
-            place.rank, what.command, {**inherited, **environments[place.rank]}, os.getcwd(),
+            place.rank, what.command, {**inherited, **environments[place.rank]}, _directory(),
             stdin=stdin.get(place.rank), answers=payload is not None,
         )
         for place in what.placed
@@ -270,7 +280,7 @@ def _assign(
     for host in remote:
         host.payload = what.payload
         host.message = {
-            "directory": os.getcwd(),
+            "directory": _directory(),
             "command": list(what.command),
             "environment": {"PYTHONUNBUFFERED": "1", **what.variables},
             "ranks": [
@@ -348,7 +358,10 @@ def ssh(port: int | None, identity_file: str | None) -> list[str]:
 
 
 def is_local(host: str) -> bool:
-    """Whether a name or an address is of this host; names may lack their domain."""
+    """Whether a name or an address is of this host; names may lack their domain.
+
+    Hosts of different domains may have the same short name, so its addresses decide, if it has any.
+    """
     own = socket.gethostname()
     if host in ("localhost", own):
         return True
@@ -356,7 +369,18 @@ def is_local(host: str) -> bool:
         return address.is_loopback or interfaces.towards(host) == str(address)
     name, _, domain = host.partition(".")
     own_name, _, own_domain = own.partition(".")
-    return name == own_name and not (domain and own_domain)
+    if name != own_name or (domain and own_domain):
+        return False
+    return _is_own(host)
+
+
+@functools.cache  # it may ask a server
+def _is_own(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return True  # a name without an address
+    return interfaces.is_own(host)
 
 
 def _addresses(store: Server, others: list[str]) -> str:

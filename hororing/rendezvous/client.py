@@ -22,6 +22,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from hororing.rendezvous import protocol
+from hororing.rendezvous.interfaces import with_scope
 from hororing.rendezvous.patience import Patience
 from hororing.rendezvous.protocol import Frames, Hello, ProtocolError
 
@@ -169,7 +170,7 @@ class Member:
         places = {text: protocol.parse_address(text) for text in address.split(",")}
         protocol.check_secret(secret, insecure)
         self._stream, self.address = self._connect(places, secret, timeout_s)
-        self.local_address = self._stream.socket.getsockname()[0]
+        self.local_address = with_scope(self._stream.socket.getsockname())
         _members.add(self)
 
     # -----------------------------------------------------------------------------------------

@@ -16,7 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import mpirun
+import pretend_hosts
 import pytest
+import tiers
 
 from hororing import bootstrap, config, private_folder, starts
 from hororing.launch import Launch, detect
@@ -381,6 +384,61 @@ def test_ranks_beside_rank_0_do_not_tell_others_to_look_for_them_at_home(port: i
         assert each is not None
         assert not each.local_address.startswith("127.")
         each.done()
+
+
+def test_an_interface_without_ipv4_has_the_widest_of_its_other_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "if_inet6"
+    file.write_text(
+        "fe80000000000000000000000000000a 02 40 20 80     ib9\n"
+        "fd000000000000000000000000000007 02 40 00 08     ib9\n"  # another host has it, too
+        "fd000000000000000000000000000001 02 40 00 80     ib9\n"
+        "fe80000000000000000000000000000b 03 40 20 80     ib8\n"
+    )
+    monkeypatch.setattr(interfaces, "_IPV6", file)
+    assert interfaces.chosen("ib9") == "fd00::1"
+    assert interfaces.chosen("ib7,ib8") == "fe80::b%ib8"
+    with pytest.raises(ValueError, match="ib7: no such network with an address; this host has"):
+        interfaces.chosen("ib7")
+
+
+SUM = """
+import os, numpy as np, hororing.numpy as hvd
+hvd.init()
+assert hvd.local_size() == 1 or "MASTER_ADDR" in os.environ  # so they talk over TCP
+print("sum", hvd.allreduce(np.ones(1000), op=hvd.Sum)[0])
+"""
+
+
+@tiers.full
+@pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
+@pytest.mark.parametrize(
+    "told",
+    [
+        f"HORORING_RENDEZVOUS=[fd00::1]:29512 HORORING_INTERFACE=d0 HORORING_SECRET_KEY='{KEY}'",
+        f"HORORING_RENDEZVOUS=[fe80::a:1%d0]:29512 HORORING_SECRET_KEY='{KEY}'",
+        "MASTER_ADDR=[fd00::1] MASTER_PORT=29512",
+    ],
+    ids=["interface", "link-local", "torch"],
+)
+def test_ranks_meet_and_talk_by_ipv6_alone(told: str):
+    network = (
+        "ip link set lo up && ip link add d0 type veth peer name d1 && "
+        "ip link set d1 up && ip link set d0 up && "
+        "ip -6 addr add fd00::1/64 dev d0 nodad && ip -6 addr add fe80::a:1/64 dev d0 nodad"
+    )
+    names = "RANK={0} WORLD_SIZE=2" if "MASTER" in told else "HORORING_RANK={0} HORORING_SIZE=2"
+    ranks = [
+        f"env {told} {names.format(rank)} PRETEND_HOSTS=a,b "
+        f"{pretend_hosts.variables('a,b')[0]} {sys.executable} -c '{SUM}'"
+        for rank in (0, 1)
+    ]
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", f"{network} && {{ {ranks[0]} & {ranks[1]}; wait; }}"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stdout.count("sum 2.0") == 2, done.stderr
 
 
 def test_the_address_of_the_default_route_comes_first(monkeypatch: pytest.MonkeyPatch):

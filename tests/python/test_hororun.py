@@ -397,6 +397,24 @@ def test_what_cannot_be_started_is_an_error(
     assert wanted in errors
 
 
+def test_a_working_directory_that_was_deleted_is_named(tmp_path: Path):
+    gone = tmp_path / "gone"
+    there = f"mkdir {gone}; cd {gone}; rmdir {gone}; exec {sys.executable} "
+    done = subprocess.run(
+        sh(there + "-m hororing.hororun -np 1 true"), env=environment(), capture_output=True,
+        text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    wanted = f"hororun: the working directory is {gone} (deleted): go to another one\n"
+    assert done.stderr == wanted
+    alone = "import hororing.numpy as hvd; hvd.init(); print(hvd.size())"
+    done = subprocess.run(
+        sh(there + f"-c '{alone}'"), env=environment(), capture_output=True, text=True,
+        timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert done.stdout == "1\n", done.stderr
+
+
 def test_many_lines_stay_whole_and_in_order(tmp_path: Path):
     script = 'i=0; while [ $i -lt 200 ]; do echo "$i of $RANK is a line"; i=$((i+1)); done'
     done = run("-np", "8", "--only-output-from", "1-6,7", *sh(script))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hororing.hororun import allocation, bind, command, numa, plan
+from hororing.hororun import allocation, bind, command, numa, plan, start
 from hororing.hosts import Host, parse_hosts, read_hostfile
 
 
@@ -53,6 +54,25 @@ def test_hosts_with_ranges_are_understood(text, hosts):
 def test_hosts_that_make_no_sense_are_refused(text, reason):
     with pytest.raises(ValueError, match=reason):
         parse_hosts(text)
+
+
+def test_hosts_that_differ_only_in_their_domain_are_told_apart(monkeypatch):
+    known = {"node1.rack1": "127.0.0.1", "node1.rack2": "192.0.2.7", "node1.rack3": "192.0.2.8"}
+    resolve = socket.getaddrinfo
+
+    def translated(host, *rest, **more):
+        if host == "node1.nowhere":
+            raise OSError("Name or service not known")
+        return resolve(known.get(host, host), *rest, **more)
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    monkeypatch.setattr(socket, "getaddrinfo", translated)
+    named = start.named_hosts("node1.rack1:1,node1.rack2:1,node1.rack3:1", None)
+    assert [start.is_local(host.name) for host in named] == [True, False, False]
+    with pytest.raises(ValueError, match=r"node1 and node1\.rack1 are both this host"):
+        start.named_hosts("node1,node1.rack1", None)
+    assert start.is_local("node1.nowhere")  # as before: the name says so
+    start._is_own.cache_clear()
 
 
 def test_host_files_are_read(tmp_path):

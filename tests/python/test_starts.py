@@ -122,6 +122,10 @@ def test_where_ranks_meet(monkeypatch: pytest.MonkeyPatch):
             starts.Place("torch://[fe80::1]:29500", "torchrun.r_1.2", one_host=True),
         ),
         (
+            {**TORCH, "MASTER_ADDR": "[fe80::1] ", "MASTER_PORT": " 29500"},
+            starts.Place("torch://[fe80::1]:29500", "torchrun", makes_store=True),
+        ),
+        (
             SRUN,
             starts.Place(
                 f"file:///dev/shm/hororing-{os.geteuid()}",
