@@ -9,7 +9,10 @@ everything has been received.
 from __future__ import annotations
 
 import copy
+import logging
+import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,6 +26,8 @@ from hororing.elastic import alike, saved
 from hororing.elastic.steps import Steps
 from hororing.errors import HostsUpdatedInterrupt
 
+# After a failure, a commit writes the file again at the earliest after this time, in s.
+_AGAIN_S: Final = 10.0
 _REMOVED: Final = 1  # of `membership.updates`: some leave, and none join
 
 
@@ -49,6 +54,7 @@ class State:
         self._steps: Steps | None = None  # if every step is a transaction
         self._path: Path | None = None  # of `save_to`
         self._commits_per_file = 1
+        self._write_failed_at = -math.inf
         self._settled = False  # this process has had the job's state
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
@@ -94,13 +100,25 @@ class State:
         replayed = self._steps is not None and self._steps.mark(keeps_parameters=False)
         self.save()
         self._commits += 1
-        if (
-            self._path is not None
-            and self._rank() == 0
-            and self._commits % self._commits_per_file == 0
-        ):
-            saved.write(self._path, self._commits, (type(self).__name__, self._kept()))
+        if self._path is not None and self._rank() == 0:
+            self._write(self._path)
         self._leave_if_due(replayed)
+
+    def _write(self, path: Path) -> None:
+        """Write this commit, if it is due. A full disk does not end the training."""
+        failed_s = time.monotonic() - self._write_failed_at
+        due = self._commits % self._commits_per_file == 0 or self._write_failed_at > -math.inf
+        if not due or failed_s < _AGAIN_S:
+            return
+        try:
+            saved.write(path, self._commits, (type(self).__name__, self._kept()))
+            self._write_failed_at = -math.inf
+        except OSError as error:
+            self._write_failed_at = time.monotonic()
+            logging.getLogger("hororing").error(
+                "save_to: commit %d is not in %s (%s); a later commit tries again",
+                self._commits, path, error,
+            )  # fmt: skip
 
     def save_to(self, path: str | os.PathLike[str], every: int = 1) -> None:
         """Also write commits to a file, and begin with the one in it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import tiers
 
 from hororing import elastic, membership
 from hororing.elastic import saved
+from hororing.elastic import state as state_module
 from hororing.elastic.variables import VariablesState
 from hororing.rendezvous.generations import Member, World
 
@@ -53,6 +55,25 @@ def test_a_state_begins_with_the_commit_that_is_there(
     newcomer = state(rank=1, epoch=0, log=None)
     newcomer.save_to(path)
     assert newcomer.epoch == 0  # it receives the state of the others
+
+
+def test_a_full_disk_is_an_error_in_the_log_and_another_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(logging.getLogger("hororing"), "propagate", True)
+    file, wrote = tmp_path / "missing" / "state", tmp_path / "missing"
+    mine = state(epoch=0)
+    mine.save_to(file, every=2)
+    for mine.epoch in (1, 2, 3):
+        mine.commit()
+    assert len(caplog.records) == 1  # not for each commit
+    assert f"commit 2 is not in {file} (" in caplog.text
+    wrote.mkdir()
+    monkeypatch.setattr(state_module, "_AGAIN_S", 0.0)
+    mine.epoch = 5
+    mine.commit()
+    mine.commit()  # not due, and the last one was written
+    assert saved.read(file) == (4, ("ObjectState", {"epoch": 5}))
 
 
 def test_a_file_that_cannot_be_is_an_error_that_names_it(tmp_path: Path):
