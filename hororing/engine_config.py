@@ -79,6 +79,8 @@ def engine_config(
     c_config.stall_shutdown_s = settings["STALL_SHUTDOWN_S"]
     c_config.deadlock_s = settings["DEADLOCK_S"]
     c_config.timeout_s = settings["TIMEOUT_S"]
+    # A member of an elastic job loses a peer when the store would lose it.
+    c_config.silent_s = settings["PEER_TIMEOUT_S"] if member is not None and member.uid else 0
     c_config.spin_us = settings["SPIN_US"]
     c_config.cpu = settings.core_for(started_by.local_rank or 0)
     c_config.watch_parent = launched and not launch.may_outlive_parent(started_by)

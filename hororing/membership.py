@@ -11,6 +11,7 @@ import logging
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from typing import Any
 
 from hororing import bootstrap, errors, launch
@@ -145,7 +146,8 @@ def _found(compared: str) -> Findings:
             digest = hashlib.sha256(line.encode("utf-8", "surrogateescape")).hexdigest()
             line = f"{line[:_SETTING]}... (all of it: {digest})"
         lines.append(line)
-    return Findings("\n".join(lines), _own.began, _own.why, misfits=_own.misfits)
+    unreachable = tuple(takewhile(lambda rank: rank >= 0, map(lib.hr_unreachable, count())))
+    return Findings("\n".join(lines), _own.began, _own.why, unreachable, _own.misfits)
 
 
 def _next(

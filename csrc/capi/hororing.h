@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 20 };
+enum { HR_ABI_VERSION = 21 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -118,6 +118,7 @@ typedef struct hr_config {
   double stall_shutdown_s; /* <= 0: never */
   double deadlock_s;       /* limit for callers that wait for one another; <= 0: none */
   double timeout_s;        /* limit of a wait for a peer in a collective; <= 0: none */
+  double silent_s;         /* over TCP, a network cut for this long loses a rank; 0: default */
   double spin_us;          /* how long the engine polls before it sleeps */
   int32_t cpu;             /* core of the engine's thread; -1: not bound */
   int32_t watch_parent;    /* nonzero: fail, then end the process, when its parent dies */
@@ -254,6 +255,8 @@ const char* hr_host_name(int32_t rank); /* NULL if there is no such rank or no e
 /* The text of the last failure on the calling thread, and the rank to blame, or -1. */
 const char* hr_last_error(void);
 int32_t hr_last_error_rank(void);
+/* The ranks that this one could not reach over TCP, in the latest engine; -1 after the last. */
+int32_t hr_unreachable(int32_t index);
 
 /* Returns a handle > 0, or a negative hr_code. Does not block; with `blocking` it may poll for the
  * other ranks for 40 us and return a complete handle. */

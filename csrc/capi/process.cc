@@ -35,6 +35,7 @@ struct Process {
   std::shared_ptr<Engine> starting;         // from hr_init to hr_init_wait; GUARDED_BY(mutex)
   int64_t generation = 0;                   // of the latest engine; GUARDED_BY(mutex)
   bool abandoned = false;                   // whether a former engine was; GUARDED_BY(mutex)
+  std::vector<int> unreachable;             // by the latest engine; GUARDED_BY(mutex)
   std::string ended_by;                     // why a former engine ended; GUARDED_BY(mutex)
   std::shared_ptr<AskingBootstrap> asking;  // of the engine that starts; GUARDED_BY(mutex)
   std::shared_ptr<HandleTable> handles = std::make_shared<HandleTable>();
@@ -140,6 +141,11 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
   if (from.ranks != nullptr) options.mpi.ranks.assign(from.ranks, from.ranks + from.ranks_count);
   options.spin_ns = Scaled(from.spin_us, kMicrosecond);
   options.timeout_ns = SecondsToNs(from.timeout_s);
+  options.silent_ns = Scaled(from.silent_s, kSecond);
+  options.unreachable = [](int peer) {
+    std::lock_guard<std::mutex> lock(process.mutex);
+    process.unreachable.push_back(peer);
+  };
   return options;
 }
 
@@ -203,6 +209,7 @@ HR_EXPORT int hr_init(const hr_config* config) {
                              "return, or still waits for the other ranks; start this process "
                              "again"));
     }
+    process.unreachable.clear();
   }
   SetLogLevel(static_cast<LogLevel>(config->log_level));
   const std::string kernels = Text(config->kernels);
@@ -313,3 +320,9 @@ HR_EXPORT int hr_state_now(void) {
 
 HR_EXPORT const char* hr_last_error(void) { return last_error.c_str(); }
 HR_EXPORT int32_t hr_last_error_rank(void) { return last_error_rank; }
+
+HR_EXPORT int32_t hr_unreachable(int32_t index) {
+  std::lock_guard<std::mutex> lock(process.mutex);
+  const size_t at = static_cast<size_t>(index);
+  return at < process.unreachable.size() ? process.unreachable[at] : -1;
+}

@@ -177,6 +177,8 @@ Status MakeTcp(Bootstrap& bootstrap, const Topology& topology, const WorldOption
     tcp.key = keys[0];
   }
   tcp.spin_ns = options.spin_ns;
+  if (options.silent_ns > 0) tcp.silent_ns = options.silent_ns;
+  tcp.unreachable = options.unreachable;
   for (const int each : topology.host_of) {
     tcp.here.push_back(each == topology.host_of[static_cast<size_t>(topology.rank)]);
   }

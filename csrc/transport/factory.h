@@ -1,6 +1,7 @@
 // The one place that decides which transport a job gets, and works out its topology.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -53,6 +54,8 @@ struct WorldOptions {
   MpiWorld mpi;
   TimeNs spin_ns = 0;
   TimeNs timeout_ns = kForever;  // for the exchange at start
+  TimeNs silent_ns = 0;          // over TCP, a network cut for this long loses a peer; 0: default
+  std::function<void(int peer)> unreachable = [](int) {};  // called for each peer so lost
 };
 
 // "auto" chooses inproc for one rank, shared memory if all ranks are on one host, and TCP between

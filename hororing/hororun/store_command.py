@@ -112,7 +112,8 @@ class _Job:
         elif isinstance(event, Ended):
             return event.reason
         elif isinstance(event, Apart):
-            self.log(f"{event.why}; one of their hosts is left out for a while")
+            self._causes.append(event.why)
+            self.log(event.why)
         elif isinstance(event, (Lost, Done)):
             return self._left(event, took_part=self._members.pop(event.uid, False))
         return None

@@ -16,6 +16,7 @@ namespace {
 
 constexpr TimeNs kLongestSleep = kSecond;  // events end it
 constexpr size_t kHead = 5;
+constexpr TimeNs kRevokedFlush = kSecond / 5;
 
 }  // namespace
 
@@ -86,6 +87,7 @@ void TcpTransport::AnnounceFailure(const Status& why) {
   }
 }
 
+// After Revoke, the peers know from the store: those that are not connected are not waited for.
 bool TcpTransport::Flush(TimeNs deadline) {
   Backoff backoff(options_.spin_ns, kLongestSleep);
   for (;;) {
@@ -95,6 +97,7 @@ bool TcpTransport::Flush(TimeNs deadline) {
       if (!peer.outbox.empty()) (peer.lost ? deaf : unsent) = true;
     }
     if (!unsent) return !deaf;
+    if (revoked()) deadline = std::min(deadline, After(NowNs(), kRevokedFlush));
     if (!backoff.Pause(*this, 0, moved, deadline)) return false;
   }
 }

@@ -22,6 +22,8 @@ constexpr TimeNs kRetryInterval = 50 * kMillisecond;
 constexpr TimeNs kFinalMessageTime = 100 * kMillisecond;
 // Keepalive of data connections, which may be idle for hours.
 constexpr int kDataIdleSeconds = 60, kDataIntervalSeconds = 10, kDataProbes = 6;
+// Longer than this beyond the limit for a cut network, no host takes to answer at all.
+constexpr TimeNs kAnswerTime = kSecond;
 // Time between two checks of deadlines, which raise no event.
 constexpr TimeNs kCheckInterval = 10 * kMillisecond;
 
@@ -190,8 +192,11 @@ void TcpTransport::Retry() {
     }
     ++i;
     const std::string& address = addresses_[static_cast<size_t>(peer)];
-    if (now >= link.give_up_ns) {
+    link.answered = link.answered || (link.socket && IsConnected(link.socket.fd()));
+    const TimeNs deaf = std::min(options_.connect_ns, options_.silent_ns + kAnswerTime);
+    if (now >= link.give_up_ns - (link.answered ? 0 : options_.connect_ns - deaf)) {
       PeerOf(peer).lost = true;
+      options_.unreachable(peer);
       NoteFailure(Status(Code::kPeerLost,
                          "rank " + std::to_string(peer) + " cannot be reached at " + address +
                              (link.why.empty() ? std::string("; ") + kAdvice : ": " + link.why),
@@ -260,6 +265,7 @@ void TcpTransport::OnConnectionLost(int peer, int error) {
                              who + " cannot be reached any more (" + std::strerror(error) +
                                  "): its host is down, or the network is cut",
                              peer);
+  state.cut = !died;
   state.lost_ns = NowNs();
   losing_.push_back(peer);
 }
@@ -277,6 +283,7 @@ void TcpTransport::CheckLostConnections() {
       continue;
     }
     if (!known) NoteFailure(state.loss);
+    if (!known && state.cut) options_.unreachable(peer);
     state.lost = true;
     losing_[i] = losing_.back();
     losing_.pop_back();

@@ -145,6 +145,12 @@ Status Connect(const std::string& address, Socket* made) {
   return Status::Ok();
 }
 
+bool IsConnected(int fd) {
+  sockaddr_storage other = {};
+  socklen_t bytes = sizeof other;
+  return getpeername(fd, reinterpret_cast<sockaddr*>(&other), &bytes) == 0;
+}
+
 Socket Accept(int listener) {
   return WithRoom([&] { return accept4(listener, nullptr, nullptr, kFlags); });
 }

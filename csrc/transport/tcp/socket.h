@@ -33,6 +33,8 @@ class Socket {
 Status Listen(const std::string& host, Socket* listener, std::string* address);
 // Begins to connect. Leaves `socket` unchanged if that fails at once.
 Status Connect(const std::string& address, Socket* socket);
+// Whether the other end has answered.
+bool IsConnected(int fd);
 // Returns the next connection to `listener`; empty, with errno, if there is none.
 Socket Accept(int listener);
 

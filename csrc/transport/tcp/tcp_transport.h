@@ -21,6 +21,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <list>
 #include <memory>
 #include <optional>
@@ -40,7 +41,8 @@ namespace hororing {
 struct TcpOptions {
   std::string key;  // of the job; 32 bytes
   TimeNs spin_ns = 0;
-  TimeNs silent_ns = 20 * kSecond;   // a network cut for this long loses the peer
+  TimeNs silent_ns = 20 * kSecond;  // a network cut for this long loses the peer
+  std::function<void(int peer)> unreachable = [](int) {};  // called for each peer so lost
   TimeNs connect_ns = 30 * kSecond;  // the longest time that making a connection may take
   int eager_ranks = 64;              // up to this size, all connections are made at start
   std::vector<bool> here;            // per rank: is on this host; empty: none is
@@ -85,6 +87,7 @@ class TcpTransport final : public Transport {
     TimeNs retry_ns = 0;                 // when to connect again; 0: no need
     TimeNs give_up_ns = 0;
     std::string why;  // the last attempt failed
+    bool answered = false;
     bool ready() const { return socket && !handshake; }
   };
   // The connections of one plane with one peer. All sends use the same one.
@@ -103,6 +106,7 @@ class TcpTransport final : public Transport {
     bool lost = false;               // has failed, or ended
     bool closed = false;             // its Close has arrived; nothing follows
     TimeNs asked_ns = 0;
+    bool cut = false;
     Status loss;  // a connection was lost; the peer may be alive
     TimeNs lost_ns = 0;
   };

@@ -387,7 +387,9 @@ TEST(a_rank_that_cannot_be_reached_is_an_error_that_names_its_address) {
     places.listeners[1] = Socket();
     if (!address.empty()) places.addresses[1] = address;
     TcpOptions options = Options();
-    options.connect_ns = 200 * kMillisecond;
+    options.silent_ns = 100 * kMillisecond;  // and a second in which its host may answer
+    std::vector<int> unreachable;
+    options.unreachable = [&](int peer) { unreachable.push_back(peer); };
     std::unique_ptr<Transport> alone;
     CHECK_OK(
         TcpTransport::Make(0, places.addresses, std::move(places.listeners[0]), options, &alone));
@@ -396,6 +398,7 @@ TEST(a_rank_that_cannot_be_reached_is_an_error_that_names_its_address) {
     CHECK(status.code() == Code::kPeerLost);
     CHECK(Contains(status.message(), places.addresses[1]));
     CHECK(Contains(status.message(), address.empty() ? "Connection refused" : "unreachable"));
+    CHECK(!unreachable.empty() && unreachable[0] == 1);
   }
 }
 
