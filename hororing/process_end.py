@@ -170,7 +170,10 @@ def _at_exit(close_log: Callable[[], None]) -> None:
     if _process.pid != os.getpid():
         return
     code = _process.exit_code
-    if code:
+    uncaught = getattr(sys, "last_value", None)  # whatever sys.excepthook is
+    if uncaught is not None and not code and not hasattr(sys, "ps1"):
+        _abort(type(uncaught), uncaught)
+    elif code:
         _shutdown(f"the script has ended by sys.exit({code!r})")
         _process.broken = True  # so mpirun ends the job, with that code
     else:

@@ -6,7 +6,8 @@ It first sends MARK, because a login script may have printed something. Then bot
     agent    -> launcher  ready: a free port; error; differs: a variable; rank + stream + data;
                           rank + code
     launcher -> agent     payload: a part of what ranks read; start: secret, directory, environment,
-                          ranks; signal, perhaps to one rank; reap: a rank that has ended; close
+                          ranks; signal, perhaps to one rank; reap: a rank that has ended; close;
+                          alive: the agent sends the same
 
 When standard input ends, the launcher or the connection has ended: the agent ends all ranks.
 """
@@ -80,6 +81,8 @@ class _Agent:
                 self._ranks.signal(message["signal"], message.get("rank"))
             elif "reap" in message:
                 self._ranks.reap(message["reap"])
+            elif "alive" in message:
+                self._send(message)
             elif "close" in message:
                 self._going = False
             elif "payload" in message:

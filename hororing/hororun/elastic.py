@@ -3,7 +3,7 @@
 Processes are numbered in the order of starts. A process has a rank as soon as the store has put it
 into a generation. A process that fails is replaced by a new one in the same slot, after a delay
 (`slots`), until a process has finished: then no more are started, and the job ends with the last
-one. Processes report success to the store; an exit code of 0 alone is not success.
+one. Success is an exit code of 0 that the process has announced to the store.
 
 Everything but `Events.put` happens in the thread that runs the job.
 """
@@ -32,23 +32,14 @@ from hororing.hororun.elastic_processes import (
     pause,
 )
 from hororing.hororun.ending import Ending, Grace
-from hororing.hororun.hosts import LocalHost
+from hororing.hororun.hosts import ASK_S, LOST, LocalHost
 from hororing.hororun.job import CannotStartError, conclude_asked, end_report
 from hororing.hororun.local import RESULT, Program, step
 from hororing.hororun.output import Output
-from hororing.hororun.slots import Slot, Slots
+from hororing.hororun.slots import Slot, Slots, pause
 from hororing.hosts import Host
-from hororing.rendezvous.elastic_store import (
-    CONNECTION_ENDED,
-    Apart,
-    Done,
-    ElasticStore,
-    Ended,
-    Event,
-    Joined,
-    Lost,
-    World,
-)
+from hororing.rendezvous.elastic_store import CONNECTION_ENDED, ElasticStore
+from hororing.rendezvous.generations import Apart, Done, Ended, Event, Joined, Lost, World
 
 _NOT_STARTED = 127
 _TOLD_S = 1.0
@@ -138,6 +129,8 @@ class ElasticJob:
         while code == 0 and process.is_member() and (left_s := until - time.monotonic()) > 0:
             self._take_events(left_s)  # the store is about to report how it has left
         process.code = code
+        if process.status == 0 and self._store is not None:
+            self._store.note_end(process.uid, code)
         process.slot.busy = False
         for gone in process.gone:
             gone.set()
@@ -242,6 +235,7 @@ class ElasticJob:
             self._few_since + self._patience_s if starts and self._few_since else None,
             *(host.ready_by for host in self._hosts.values() if not host.of.ready),
             *(each.lost_at + self._grace_s for each in self._live() if each.lost_at is not None),
+            *(max(each + self._grace_s, now + ASK_S) for each in self._processes.left()),
         ]
         lefts = [max(each - now, 0.0) for each in times if each is not None]
         lefts += [each for each in (self._ending.left_s(),) if each is not None]
@@ -378,7 +372,8 @@ class ElasticJob:
             elif isinstance(event, Ended):
                 self._fail(event.reason)
             elif isinstance(event, Apart):
-                self._output.log(f"{event.why}; one of their hosts is left out for a while")
+                self._causes.append(event.why)
+                self._output.log(event.why)
             elif isinstance(event, (Joined, Lost, Done)):
                 self._about(event, gone)
 
@@ -388,12 +383,12 @@ class ElasticJob:
             gone.set()
             return
         if isinstance(event, Joined):
-            process.uid, process.lost_at = event.uid, None
+            process.uid, process.lost_at, process.left_at = event.uid, None, None
             if self._processes.generation:
                 self._causes.append(f"process {process.number} has arrived")
         elif isinstance(event, Lost):
             self._causes.append(f"lost process {process.number}")
-            process.lost_at = time.monotonic()
+            process.lost_at = process.left_at = time.monotonic()
             process.gone.append(gone)
             process.refused = event.refused
             if event.refused:
@@ -403,9 +398,7 @@ class ElasticJob:
             if process.code is not None or not isinstance(process.host.of, LocalHost):
                 gone.set()
         else:
-            process.status = event.status
-            if event.status == 0 and process.generation and not process.leaves:
-                self._finish()
+            process.status, process.left_at = event.status, time.monotonic()
 
     def _form(self, world: World) -> None:
         ranks = self._processes.form(world)
@@ -433,6 +426,8 @@ class ElasticJob:
             if process.lost_at is not None and time.monotonic() >= process.lost_at + self._grace_s:
                 process.lost_at = None
                 self._end(process, signal.SIGKILL)
+        for process in self._processes.frozen(self._grace_s):
+            self._abandon(process)
         if not (self._ending.begun or self._finished):
             self._judge_slots()
             self._judge_processes()
@@ -457,6 +452,14 @@ class ElasticJob:
             self._few_since = time.monotonic()
         elif time.monotonic() >= self._few_since + self._patience_s:
             self._fail(f"{text}, for {self._patience_s:g} s (--elastic-timeout)")
+
+    def _abandon(self, process: ElasticProcess) -> None:
+        """Count a process as ended whose host's agent does not report that."""
+        if not process.host.leaves:
+            process.host.leaves = True  # nothing starts there any more
+            self._output.log(f"host {process.slot.host} is lost: its agent does not answer")
+        process.end = "was on a host whose agent does not answer"
+        self.exited(process.number, 0 if process.status == 0 else LOST)
 
     def _fail(self, why: str) -> None:
         if not self.why:

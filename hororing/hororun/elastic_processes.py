@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hororing.hororun.ending import KILLED_S
 from hororing.hororun.job import describe
 from hororing.hororun.local import Program
 from hororing.hororun.slots import Slot
@@ -27,6 +29,9 @@ class ProcessHost(Protocol):
 
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to one process, or to all."""
+
+    def silent_s(self) -> float:
+        """Ask the host for a sign of life; return for how long it has not answered."""
 
     def reap(self, rank: int) -> None:
         """Remove a process that has ended."""
@@ -59,7 +64,8 @@ class ElasticProcess:
     code: int | None = None  # its exit code, or minus the signal
     leaves: bool = False  # as the job wants it: no failure
     end: str = ""  # how it has ended, if the code does not show it
-    lost_at: float | None = None  # when the store lost it
+    lost_at: float | None = None  # when the store lost it; None again once it is killed
+    left_at: float | None = None  # when it has left the store: its end should follow
     refused: bool = False  # it differs from the others
     gone: list[threading.Event] = field(default_factory=list)  # to be set at its end
 
@@ -105,6 +111,19 @@ class Processes:
     def live(self) -> list[ElasticProcess]:
         """Return those that have not ended."""
         return [each for each in self.started if each.code is None]
+
+    def left(self) -> list[float]:
+        """Return when those have left the store whose ends have not been reported yet."""
+        return [each.left_at for each in self.live() if each.left_at is not None]
+
+    def frozen(self, grace_s: float) -> list[ElasticProcess]:
+        """Return those that left the store long ago and whose host's agent does not answer.
+
+        The agent's connection only shows that its host lives.
+        """
+        until = time.monotonic() - grace_s
+        late = [each for each in self.live() if each.left_at is not None and each.left_at <= until]
+        return [each for each in late if each.host.of.silent_s() >= KILLED_S]
 
     def used(self) -> int:
         """Return the number of slots that are not free."""
@@ -160,13 +179,6 @@ class Processes:
             f"{len(self.failed)} of {len(self.started)} processes have failed ({names}{more}); "
             f"there were {self.generation} generations"
         )
-
-
-def pause(slot: Slot, rest_s: float) -> str:
-    """Return a text: what happens to the slot of a process that has failed."""
-    if slot.retired:
-        return "; its slot is no longer used"
-    return f"; its slot pauses for {rest_s:.1f} s" if rest_s > 0 else ""
 
 
 def no_state(failed: Sequence[ElasticProcess]) -> str:

@@ -18,7 +18,7 @@ from hororing.hororun.output import Output
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 OTHERS = (signal.SIGUSR1, signal.SIGUSR2)
 # Time for a host to report that its killed ranks are dead.
-_KILLED_S = 10.0
+KILLED_S = 10.0
 _NAMED = 16  # of those that are killed
 
 
@@ -109,7 +109,7 @@ class Ending:
     def _kill(self) -> None:
         if not self._killed:
             self._killed = True
-            self._at = time.monotonic() + _KILLED_S
+            self._at = time.monotonic() + KILLED_S
             self._send(signal.SIGKILL)
 
     @contextlib.contextmanager

@@ -27,7 +27,8 @@ from hororing.rendezvous.protocol import Frames, ProtocolError
 _READ_BYTES = 2**16
 _PART_BYTES = 2**19  # of a payload, per frame
 _CLOSE_S = 10.0
-_LOST = 255  # exit code of ranks whose host does not answer, like that of ssh
+ASK_S = 1.0  # between two questions for a sign of life
+LOST = 255  # exit code of ranks whose host does not answer, like that of ssh
 _MAX_GREETING_BYTES = 2**16
 # The folder of this package, which must not appear in the ranks' PYTHONPATH.
 _AGENT = (
@@ -74,6 +75,10 @@ class LocalHost:
     def stopped(self) -> set[int]:
         """Like `job.Host.stopped`."""
         return self._ranks.stopped()
+
+    def silent_s(self) -> float:
+        """Return 0: this process is alive."""
+        return 0.0
 
     def close(self) -> None:
         """Like `job.Host.close`."""
@@ -124,6 +129,8 @@ class RemoteHost:
         self._unsent = bytearray()
         self._frames = Frames()
         self._error = ""
+        self._asked_at: float | None = None  # for a sign of life, and not answered yet
+        self._ask_again_at = 0.0
         try:
             self._popen = start(
                 [*rsh, name, shlex.join([sys.executable, "-c", _AGENT])],
@@ -181,6 +188,14 @@ class RemoteHost:
         """Like `job.Host.stopped`: unknown."""
         return set()
 
+    def silent_s(self) -> float:
+        """Ask the agent for a sign of life; return for how long it has not answered."""
+        now = time.monotonic()
+        if self._asked_at is None and now >= self._ask_again_at:
+            self._asked_at, self._ask_again_at = now, now + ASK_S
+            self._send({"alive": True})
+        return 0.0 if self._asked_at is None else now - self._asked_at
+
     def close(self) -> None:
         """Like `job.Host.close`. Waits some seconds until the agent has ended its ranks."""
         if self._in.closed:
@@ -188,7 +203,8 @@ class RemoteHost:
         self._send({"close": True})
         self._forget_unsent()
         self._in.close()
-        end = time.monotonic() + (_CLOSE_S if self.ready else 0.0)
+        end = time.monotonic() if self._asked_at is None else self._asked_at
+        end += _CLOSE_S if self.ready else 0.0
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._out, selectors.EVENT_READ)
             while (left_s := end - time.monotonic()) > 0:
@@ -241,6 +257,7 @@ class RemoteHost:
     def _take(self) -> bool:
         """Read from the agent; False: it has closed the connection."""
         data = os.read(self._out.fileno(), _READ_BYTES)
+        self._asked_at = None
         try:
             for message in self._frames.feed(self._skip_greeting(data)):
                 self._about(message)
@@ -277,6 +294,8 @@ class RemoteHost:
         elif "error" in message:
             self._error = protocol.take(message, "error", str)
             self._ended()
+        elif "alive" in message:
+            pass
         elif "code" in message:
             rank = protocol.take(message, "rank", int)
             self._running.discard(rank)
@@ -292,7 +311,7 @@ class RemoteHost:
             f"host {self.name}: {self._error or 'the connection with its agent has ended'}"
         )
         for rank in sorted(self._running):
-            self._sink.exited(rank, _LOST)
+            self._sink.exited(rank, LOST)
         self._running.clear()
 
     def _report_end(self, text: str) -> None:

@@ -120,3 +120,10 @@ class Slots:
 
     def _free(self) -> list[Slot]:
         return [slot for slot in self._all() if not slot.busy and not slot.retired]
+
+
+def pause(slot: Slot, rest_s: float) -> str:
+    """Return a text: what happens to the slot of a process that has failed."""
+    if slot.retired:
+        return "; its slot is no longer used"
+    return f"; its slot pauses for {rest_s:.1f} s" if rest_s > 0 else ""

@@ -149,6 +149,7 @@ def run_elastic(
             job=job, secret=secret, host="" if several else "127.0.0.1", on_event=on_event,
             np=at_first.np, min_np=at_first.min_np, max_np=at_first.max_np,
             elastic_timeout_s=at_first.elastic_timeout_s, peer_timeout_s=at_first.peer_timeout_s,
+            ends_are_noted=True,
         )  # fmt: skip
         store.listen()
         stores[False] = _addresses(store, others)

@@ -92,6 +92,7 @@ def run(
             job=name, secret=secret, host="", on_event=on_event,
             np=at_first.np, min_np=at_first.min_np, max_np=at_first.max_np,
             elastic_timeout_s=elastic.elastic_timeout_s, peer_timeout_s=settings["PEER_TIMEOUT_S"],
+            ends_are_noted=True,
         )  # fmt: skip
         store.listen()
         here = ray.util.get_node_ip_address()
@@ -184,6 +185,10 @@ class _Actors:
         for each in [*self._handles] if rank is None else [rank]:
             if number not in OTHERS and each in self._handles:
                 ray.kill(self._handles[each])
+
+    def silent_s(self) -> float:
+        """Return 0: Ray reports the end of a node."""
+        return 0.0
 
     def reap(self, rank: int) -> None:
         """End an actor that has answered."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -42,8 +41,8 @@ CONNECTION_ENDED = "its connection closed unexpectedly"
 _CHECKS = 8
 # The first sign of life may take this many times longer.
 _FIRST_BEAT = 10
-# Two hosts that do not reach one another are tried again after this time in s, twice as long each
-# time. A try costs those that train about PEER_TIMEOUT_S.
+# Two hosts that do not reach one another are tried again after this time in s; twice as long each
+# time, until they have worked together for as long. A try costs the others about PEER_TIMEOUT_S.
 _APART_S, _LONGEST_APART_S = 10.0, 3600.0
 
 
@@ -57,6 +56,7 @@ class ElasticStore(Server):
     min_np, max_np : the minimum and maximum number of members of a generation; None: `np`.
     elastic_timeout_s : maximum time with fewer members, or until all members of a finished
         generation request the next one; 0: no limit.
+    ends_are_noted : `note_end` is called for each member that has reported its end.
     peer_timeout_s : a member without a sign of life for this long is lost.
     on_event : called in the event loop of the store with each Joined, Lost, Done, World, Apart and
         Ended. Its exceptions are logged.
@@ -74,11 +74,13 @@ class ElasticStore(Server):
         port: int = 0,
         elastic_timeout_s: float = 600.0,
         peer_timeout_s: float = 2.0,
+        ends_are_noted: bool = False,
         insecure: bool = False,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         super().__init__(job=job, secret=secret, host=host, port=port, insecure=insecure)
         self._on_event, self._np = on_event, np
+        self._ends_are_noted = ends_are_noted
         self._elastic_timeout_s, self._peer_timeout_s = elastic_timeout_s, peer_timeout_s
         self._machine = Generations(
             np, np if min_np is None else min_np, np if max_np is None else max_np
@@ -88,7 +90,8 @@ class ElasticStore(Server):
         self._ranks: dict[int, Peer] = {}  # of the current generation
         self._exchange = Exchange(0, 0, self._ranks)
         self._refused: dict[str, str] = {}  # the reasons, by uid, while these are connected
-        self._times_apart: Counter[frozenset[str]] = Counter()
+        self._apart_s: dict[frozenset[str], float] = {}  # for how long, by pair
+        self._together: dict[frozenset[str], float] = {}  # since when again, by pair
         self._heals: set[asyncio.TimerHandle] = set()
         # By uid: the connections on which members send heartbeats, and the time of the last one.
         self._beats: dict[str, Peer] = {}
@@ -122,6 +125,10 @@ class ElasticStore(Server):
         They stay in the current one until all leave it; their `init` then ends the process.
         """
         self._apply(lambda: self._machine.retire(host_or_uid))
+
+    def note_end(self, uid: str, code: int) -> None:
+        """The process of this uid, which has reported its end, has ended with this exit code."""
+        self._apply(lambda: self._machine.note_end(uid, code))
 
     def _apply(self, what: Callable[[], list[Event]]) -> None:
         assert self._loop is not None
@@ -216,7 +223,7 @@ class ElasticStore(Server):
             self._apply_events(self._machine.lost(uid, CONNECTION_ENDED))
             return
         self._forget(uid, peer.done)
-        self._apply_events(self._machine.done(uid, peer.done))
+        self._apply_events(self._machine.done(uid, peer.done, sure=not self._ends_are_noted))
 
     def _forget(self, uid: str, status: int | None, why: str = "") -> None:
         """Close its connections, and end waits for it. `status`: None if it is lost."""
@@ -283,6 +290,9 @@ class ElasticStore(Server):
         self._ranks = {rank: self._peers[member.uid] for rank, member in enumerate(world.members)}
         self._exchange = Exchange(world.generation, len(world.members), self._ranks)
         members = [[each.uid, each.host, each.pid, each.step, each.marks] for each in world.members]
+        for places in self._apart_s:
+            if places <= {place for each in world.members for place in (each.host, each.uid)}:
+                self._together.setdefault(places, asyncio.get_running_loop().time())
         for member in world.members:
             self._reply(member.uid, {"generation": world.generation, "members": members})
 
@@ -300,14 +310,17 @@ class ElasticStore(Server):
         self._push(self._updated)
 
     def _heal_later(self, event: Apart) -> None:
-        wait_s = min(_APART_S * 2.0 ** self._times_apart[event.places], _LONGEST_APART_S)
-        self._times_apart[event.places] += 1
+        loop, places = asyncio.get_running_loop(), event.places
+        last_s = self._apart_s.get(places, 0.0)
+        if loop.time() - self._together.pop(places, loop.time()) > last_s:
+            last_s = 0.0
+        self._apart_s[places] = min(max(2 * last_s, _APART_S), _LONGEST_APART_S)
 
         def heal() -> None:
             self._heals.discard(timer)
-            self._apply_events(self._machine.heal(event.places))
+            self._apply_events(self._machine.heal(places))
 
-        timer = asyncio.get_running_loop().call_later(wait_s, heal)
+        timer = loop.call_later(self._apart_s[places], heal)
         self._heals.add(timer)
 
     def _push(self, frame: bytes) -> None:

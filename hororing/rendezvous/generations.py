@@ -172,6 +172,7 @@ class Generations:
     broken: bool = False  # it is over, though some members may not have noticed
     ended: str = ""  # why there will be no other generation
     _finished: bool = False  # a member has finished: the others may end in any number
+    _ending: set[str] = field(default_factory=set)  # whose end will show whether they have finished
     _expected: int | None = None
     _joined: int = 0
     _settings: str | None = None  # of the members of `world`; None: they differ
@@ -254,7 +255,7 @@ class Generations:
         events = self._break(rank, why)
         if places not in self._apart:
             self._apart.add(places)
-            events.append(Apart(places, why))
+            events.append(Apart(places, f"{why}; one of the two hosts is left out for a while"))
         return events
 
     def _refuse(self, process: _Process, why: str) -> list[Event]:
@@ -269,11 +270,19 @@ class Generations:
             events += self._break(process.rank, f"{_name(process)} is lost: {why}")
         return events + self._form()
 
-    def done(self, uid: str, status: int) -> list[Event]:
-        """Remove a process that has reported its end."""
+    def done(self, uid: str, status: int, sure: bool = True) -> list[Event]:
+        """Remove a process that has reported its end. Unless `sure`, `note_end` follows."""
         process = self._processes.pop(uid)
-        self._finished |= status == 0 and not process.newcomer and not self._is_retired(process)
-        return [Done(uid, process.rank, status), *self._form()]
+        if status == 0 and not process.newcomer and not self._is_retired(process):
+            self._ending.add(uid)
+        events: list[Event] = [Done(uid, process.rank, status)]
+        return events + (self.note_end(uid, status) if sure else self._form())
+
+    def note_end(self, uid: str, code: int) -> list[Event]:
+        """The process of a `done` has ended with this exit code."""
+        self._finished |= uid in self._ending and code == 0
+        self._ending.discard(uid)
+        return self._form()
 
     def expect(self, count: int) -> list[Event]:
         """Set the number of started processes that have not joined.

@@ -43,8 +43,10 @@ TORCH_RANKS = Path(__file__).with_name("nemesis_torch_ranks.py")
 EVENTS = (
     "kill", "kill rank 0", "kill two", "kill in recovery", "kill a newcomer", "hold up", "stop",
 )  # fmt: skip
-HOST_EVENTS = (*EVENTS, "kill agent", "cut", "slow")
+HOST_EVENTS = (*EVENTS, "kill agent", "stop agent", "cut", "slow", "part")
 PEER_TIMEOUT_S = 2
+# Beyond that: to notice that a pair of hosts is apart, and to go on, on a busy machine.
+PART_S = 4.0
 
 
 class ElasticRun:
@@ -247,8 +249,14 @@ def disturb(job: ElasticRun, event: str, rng: random.Random) -> None:
     one, two = rng.sample(pids, 2)
     if event == "kill rank 0":
         one = pids[0]
-    elif event == "kill agent":  # of a host other than hororun's, with all its ranks
+    elif event in (
+        "kill agent",
+        "stop agent",
+    ):  # of a host other than hororun's, with all its ranks
         one = rng.choice([pid for host, pid in job.hosts().items() if host != "host0"])
+    if event == "part":
+        part(job)
+        return
     if event in ("hold up", "slow"):
         with held_up(one) if event == "hold up" else slow(one):
             time.sleep(PEER_TIMEOUT_S / 4)
@@ -260,6 +268,9 @@ def disturb(job: ElasticRun, event: str, rng: random.Random) -> None:
     hit = {one}
     if event == "kill agent":
         kill(parent(one))
+    elif event == "stop agent":  # which then cannot report the end of its rank
+        kill(parent(one), signal.SIGSTOP)
+        kill(one)
     elif event == "cut":
         with cut(one):
             # Ranks that are cut off from hororun look for it for a while.
@@ -282,6 +293,32 @@ def disturb(job: ElasticRun, event: str, rng: random.Random) -> None:
         hit.add(newcomer)
     job.wait_until_it_works(without=hit)
     assert not hit & set(ranks(job)), f"{hit} still run\n{job.told()}"
+
+
+def part(job: ElasticRun) -> None:
+    """Let hosts 1 and 2 lose one another's packets; the job goes on without one, then with both."""
+    hosts = job.hosts()
+    began = time.monotonic()
+    with parted(hosts["host1"], hosts["host2"]):
+        job.wait_until_it_works(job.size - 1, int(job.worlds()[-1]["generation"]))
+        took_s = time.monotonic() - began
+        assert took_s < PEER_TIMEOUT_S + PART_S, f"it went on after {took_s:.1f} s"
+    job.wait_until_it_works()
+
+
+@contextlib.contextmanager
+def parted(one: int, two: int) -> Iterator[None]:
+    """Drop the packets between host 1 and host 2, of these two processes, during the block."""
+    with network_of(one) as do_one, network_of(two) as do_two:
+        ways = (do_one, "10.77.0.3"), (do_two, "10.77.0.2")
+        for do, other in ways:
+            nowhere = ["lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent"]
+            do("ip", "neigh", "replace", other, *nowhere)
+        try:
+            yield
+        finally:
+            for do, other in ways:
+                do("ip", "neigh", "del", other, "dev", "eth0")
 
 
 def parent(pid: int) -> int:

@@ -400,6 +400,31 @@ def test_a_script_that_is_not_written_for_it_learns_what_it_lacks():  # push tie
     assert "a script goes on in a function of hvd.elastic.run (docs/elastic.md)" in done.stderr
 
 
+@tiers.full
+@pytest.mark.parametrize("how", ["raise SystemExit(3)", "sys.excepthook = print; 1 / 0"])
+def test_who_fails_in_an_unusual_way_is_replaced(how: str, tmp_path: Path):  # full tier, 5 s
+    script = (
+        "import os, sys, numpy as np, hororing.numpy as hvd\n"
+        "from hororing import elastic\n"
+        "hvd.init()\n"
+        "state = elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0, sizes=[])\n"
+        "@elastic.run\n"
+        "def train(state):\n"
+        "    while state.sizes[-5:] != [2] * 5 or len(state.sizes) < 20 or 1 not in state.sizes:\n"
+        "        state.sizes.append(int(hvd.allreduce(np.array(1), op=hvd.Sum, name='one')))\n"
+        "        state.commit()\n"
+        "        if len(state.sizes) == 5 and os.environ['HORORING_PROCESS'] == '1':\n"
+        f"            {how}\n"
+        "train(state)\n"
+        "print('finished with', hvd.size(), flush=True)"
+    )
+    words = ["-np", "2", "--min-np", "1", "--max-np", "2", sys.executable, "-c", script]
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished with 2") == 2
+    assert "process 2 starts" in done.stderr
+
+
 def test_who_fails_when_others_have_finished_fails_the_job():  # push tier, 1 s
     script = (
         "import os, sys, time, numpy as np, hororing.numpy as hvd\n"
@@ -461,7 +486,7 @@ def test_nemesis_with_torch():  # full tier, 1 minute
 
 @tiers.full
 @pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
-@pytest.mark.parametrize("event", ["kill agent", "cut", "slow"])
+@pytest.mark.parametrize("event", ["kill agent", "stop agent", "cut", "slow", "part"])
 def test_the_job_survives_between_hosts(event: str):  # full tier, 15 s each
     rng = Random(event)
     with ElasticRun(3, hosts=3) as job:

@@ -199,6 +199,19 @@ def test_numbers_of_processes_ascend(wrong: tuple[int, int, int]):
         Generations(*wrong)
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_process_has_finished_once_its_exit_code_says_so(code: int):
+    job = Generations(2, 2, 2)
+    came(job, "x", "y")
+    job.done("y", 0, sure=False)
+    assert again(job, "x") == []
+    events = job.note_end("y", code)
+    if code == 0:
+        assert uids(events) == ["x"]
+    else:
+        assert uids(came(job, "new")) == ["x", "new"]
+
+
 # ---------------------------------------------------------------------------------------------
 # Processes that cannot take part
 
@@ -254,7 +267,8 @@ def test_of_two_hosts_that_do_not_reach_one_another_the_newcomer_waits():
     assert uids(events) == ["x", "y", "new"]
     broken, told = apart(job, "y", 2, began=False)
     assert broken.why == "rank 1 (host b, pid 1) cannot reach rank 2 (host c, pid 1)"
-    assert told == Apart(frozenset("bc"), broken.why)
+    why = f"{broken.why}; one of the two hosts is left out for a while"
+    assert told == Apart(frozenset("bc"), why)
     again(job, "x", failed=True)
     assert uids(again(job, "new", failed=True)) == ["x", "y"]
     assert came(job, "next", host="c")[1:] == []  # it would not get further
