@@ -88,7 +88,8 @@ class Broadcast:
         """Check that gradients were reduced; broadcast, if the model was not built before."""
         if not self._checked:
             self._checked = True
-            if size() > 1 and self._optimizer is not None and self._has_reduced_nothing():
+            trains = self._optimizer is not None and self.model.trainable_weights
+            if size() > 1 and trains and self._has_reduced_nothing():
                 raise RuntimeError(NOTHING_REDUCED)
         if not self._done:
             self._broadcast()
@@ -178,6 +179,14 @@ def _only_keras(model: Any, optimizer: Any) -> bool:
     return all(each.__module__.startswith(("keras.", "tf_keras.")) for each in parts)
 
 
+def _is_number(value: Any) -> bool:
+    try:
+        np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 class MetricAverage:
     """Averages all metrics over the ranks at the end of each epoch.
 
@@ -202,7 +211,12 @@ class MetricAverage:
         logs = {} if logs is None else logs
         title, names = type(self).__name__, sorted(logs)
         # Values are joined by position.
-        lists = [", ".join(each) for each in allgather_object(names, f"{title}.{epoch}.names")]
+        others = [f"{name}={logs[name]!r}" for name in names if not _is_number(logs[name])]
+        found = allgather_object((names, others), f"{title}.{epoch}.names")
+        wrong = [f"rank {at}: {', '.join(each)}" for at, (_, each) in enumerate(found) if each]
+        if wrong:
+            raise ValueError(f"{title}: metrics that are no numbers ({'; '.join(wrong)})")
+        lists = [", ".join(each) for each, _ in found]
         if len(set(lists)) > 1:
             listed = "; ".join(f"rank {at}: {each or 'none'}" for at, each in enumerate(lists))
             raise ValueError(f"{title}: the metrics differ between the ranks ({listed})")

@@ -6,6 +6,7 @@ so far, which is equal on all ranks that make the same calls.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Final
@@ -96,6 +97,15 @@ def restart_default_names() -> None:
 
 
 job.at_init(restart_default_names)
+
+
+def without_numbers(name: str) -> str:
+    """Return a variable's name without the numbers that Keras gives layers.
+
+    They also are within names of an optimizer's variables (``adam/dense_1_kernel_velocity``), and
+    differ if a rank has made more layers, for example by loading a model.
+    """
+    return re.sub(r"_\d+(?=[_/]|$)", "", name)
 
 
 def encode_name(name: str) -> bytes:

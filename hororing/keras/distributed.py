@@ -69,7 +69,9 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         return state
 
     def _become_distributed(self, local_layers: Sequence[Any]) -> None:
-        self.__dict__["_hororing_state"] = _State(int(ops.convert_to_numpy(self.iterations)))
+        # A variable that is made while a graph is traced is empty until the graph runs.
+        count = ops.convert_to_numpy(self.iterations)
+        self.__dict__["_hororing_state"] = _State(int(count) if count.size else 0)
         self._hororing.local_layers = local_layers
         if membership.is_elastic():
             self._hororing.stepper = backend().stepper()
@@ -245,9 +247,10 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """End `model.fit`. RuntimeError if it trained without a single reduction."""
+        var_list = list(var_list)
         super().finalize_variable_values(var_list)
         state = self._hororing
-        if state.was_called or not self._settings.reduces:
+        if state.was_called or not self._settings.reduces or not var_list:
             return
         if int(ops.convert_to_numpy(self.iterations)) > state.first_iteration:
             raise RuntimeError(NOTHING_REDUCED)
@@ -466,5 +469,5 @@ def wrapped(
     }
     # Bypasses Keras' __setattr__, which would compare classes first.
     object.__setattr__(optimizer, "__class__", type(base.__name__, (mixin, base), namespace))
-    optimizer._become_distributed(tuple(local_layers))
+    backend().outside_graphs(lambda: optimizer._become_distributed(tuple(local_layers)))
     return optimizer

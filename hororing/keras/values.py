@@ -17,7 +17,7 @@ from hororing import arguments, collectives
 from hororing.arguments import Average
 from hororing.collectives import DTYPES
 from hororing.compression import Compressor, NoneCompressor
-from hororing.names import default_name
+from hororing.names import default_name, without_numbers
 from hororing.objects import allgather_object, broadcast_object
 from hororing.verbs import barrier, join
 
@@ -102,7 +102,8 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
         # Random states are unsigned, and weights may have 8 bits: these are sent as bytes.
         known = array.dtype.name in DTYPES
         sent = array if known else np.frombuffer(bytearray(array.tobytes()), np.uint8)
-        handles.append(hvd.broadcast_async_(sent, root_rank, name=f"{prefix}.{number}"))
+        name = f"{prefix}.{number}.{without_numbers(str(variable.path))}"
+        handles.append(hvd.broadcast_async_(sent, root_rank, name=name))
         arrays.append((sent, array.dtype, array.shape))
     collectives.wait_all(handles)
     for variable, (sent, dtype, shape) in zip(variables, arrays, strict=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final, NamedTuple
@@ -18,6 +17,7 @@ import tensorflow as tf
 from hororing import arguments
 from hororing.arguments import OF_A_LAYER, Average, Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE
+from hororing.names import without_numbers
 from hororing.process_sets import ProcessSet
 from hororing.reduction import Reduction, checked_reduction
 from hororing.tensorflow.names import in_graph
@@ -82,16 +82,11 @@ def variable_name(variable: Any) -> str:
 
 
 def unique_names(prefix: str, sources: Iterable[Any]) -> list[str]:
-    """Names of requests for `sources`, in their order, equal on all ranks that have the same.
-
-    Omits the numbers that Keras gives layers, also within the name of an optimizer's variable
-    (``adam/dense_1_kernel_velocity``). They differ if a rank has made more layers, for example by
-    loading a model.
-    """
+    """Names of requests for `sources`, in their order, equal on all ranks that have the same."""
     seen: Counter[str] = Counter()
     names: dict[str, None] = {}
     for source in sources:
-        plain = name = re.sub(r"_\d+(?=[_/]|$)", "", variable_name(source))
+        plain = name = without_numbers(variable_name(source))
         while name in names:  # perhaps of a variable that is named like this
             seen[plain] += 1
             name = f"{plain}.{seen[plain] + 1}"

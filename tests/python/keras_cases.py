@@ -521,11 +521,15 @@ def case_a_multi_optimizer_of_distributed_ones():
             lambda variable: kernels if len(variable.shape) > 1 else biases
         )
 
-    expected, model = network(), network()
-    fit(expected, multi(lambda plain: plain), alone=True)
-    fit(model, multi(hvd.DistributedOptimizer), callbacks=[Broadcast(0)])
-    assert_same_weights(model, expected)
-    assert_equal_on_all_ranks(model)
+    def made_while_keras_traces(wrap):
+        return keras.optimizers.MultiOptimizer(lambda variable: wrap(sgd()))
+
+    for kind in (multi, made_while_keras_traces):
+        expected, model = network(), network()
+        fit(expected, kind(lambda plain: plain), alone=True)
+        fit(model, kind(hvd.DistributedOptimizer), callbacks=[Broadcast(0)])
+        assert_same_weights(model, expected)
+        assert_equal_on_all_ranks(model)
 
 
 def case_the_optimizer_stays_what_it_was():
@@ -614,6 +618,14 @@ def case_a_plain_optimizer_is_an_error_after_the_first_batch():
         with pytest.raises(RuntimeError, match="no gradient went through"):
             fit(model, sgd(), steps=2, callbacks=[Broadcast(0)])
         assert int(model.optimizer.iterations) == 1
+
+
+def case_a_model_without_trainable_weights_is_no_error():
+    for optimizer in (sgd(), hvd.DistributedOptimizer(sgd())):
+        model = network(hvd.rank())
+        model.trainable = False
+        fit(model, optimizer, steps=2, callbacks=[Broadcast(0)])
+        assert_equal_on_all_ranks(model)
 
 
 class Asking(keras.callbacks.Callback):
@@ -818,6 +830,9 @@ def case_metrics_are_averaged_and_the_best_model_is_saved_by_rank_0():
             logs = {"loss": 1.0, "f1" if hvd.rank() == 0 else "recall": 1.0}
             with pytest.raises(ValueError, match="rank 0: f1, loss; rank 1: loss, recall"):
                 average.on_epoch_end(1, logs)
+        logs = {"loss": 1.0, "best": "layer" if hvd.rank() == 0 else 1.0}
+        with pytest.raises(ValueError, match=r"no numbers \(rank 0: best='layer'\)"):
+            average.on_epoch_end(2, logs)
         best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
         with pytest.raises(ValueError, match="set its filepath"):
             best.on_train_begin()
@@ -888,6 +903,15 @@ def case_values_are_numpys():
     assert hvd.allgather(np.full((rank + 1, 2), rank)).shape == (size * (size + 1) // 2, 2)
     assert hvd.reducescatter(np.arange(size, dtype=float)).tolist() == [rank]
     assert hvd.broadcast_object({"a": rank}) == {"a": 0}
+
+
+def case_a_broadcast_names_the_variable_that_differs():
+    rank, size = hvd.rank(), hvd.size()
+    layers = [keras.layers.Dense(2) for _ in range(1 + rank)]  # their numbers differ
+    layers[-1].build((None, 3 + rank))
+    if size > 1:
+        with pytest.raises(errors.MismatchError, match=r"dense/kernel' .* shapes differ"):
+            hvd.broadcast_variables(layers[-1].weights, 0)
 
 
 def case_variables_of_all_types_are_broadcast():

@@ -47,6 +47,14 @@ def case_eager_steps():
     assert_same_weights(model, expected)
 
 
+def case_one_computation_over_several_processes_is_refused():
+    model = network()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax.process_count", lambda: 2)
+        with pytest.raises(ValueError, match=r"JAX spans 2 processes .* leave out keras\.dist"):
+            fit(model, hvd.DistributedOptimizer(sgd()), steps=1)
+
+
 def case_a_mismatch_in_a_train_step_tells_what_hororing_says():
     model = keras.Sequential([keras.Input((2 + hvd.rank(),)), keras.layers.Dense(1)])
     model.compile(hvd.DistributedOptimizer(sgd(), name="differ"), "mse")

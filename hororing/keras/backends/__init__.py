@@ -58,6 +58,9 @@ class Backend(Protocol):
     def stepper(self) -> Stepper | None:
         """Return the object that makes steps transactions of an elastic job, or None."""
 
+    def outside_graphs(self, function: Callable[[], None]) -> None:
+        """Call `function` outside of the graph that is being traced, if there is one."""
+
     def not_rewritten(self, function: F) -> F:
         """Return `function`, protected from tools that rewrite Python while they trace."""
 

@@ -114,6 +114,11 @@ def stepper() -> None:
     """See `Backend`. The train step owns the memory of the weights: a failure loses it."""
 
 
+def outside_graphs(function: Callable[[], None]) -> None:
+    """See `Backend`."""
+    function()
+
+
 def not_rewritten(function: F) -> F:
     """Return it: JAX does not rewrite Python."""
     return function
@@ -136,6 +141,13 @@ def _like(tensor: Any) -> jax.ShapeDtypeStruct:
 
 def _call(function: Callable[..., list[Any]], results: list[Any], tensors: list[Any]) -> list[Any]:
     """Call `function` with arrays: now, or whenever the traced function runs."""
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"DistributedOptimizer: JAX spans {jax.process_count()} processes, and would call "
+            "hororing in one of them only; leave out keras.distribution.initialize and "
+            "jax.distributed.initialize, so that each rank computes by itself, or train without "
+            "DistributedOptimizer"
+        )
     if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
 
         def with_arrays(*values: Any) -> list[Any]:

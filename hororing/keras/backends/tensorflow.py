@@ -50,6 +50,12 @@ def stepper() -> CountedSteps:
     return CountedSteps()
 
 
+def outside_graphs(function: Callable[[], None]) -> None:
+    """See `Backend`."""
+    with tf.init_scope():
+        function()
+
+
 def not_rewritten(function: F) -> F:
     """Save AutoGraph the search for Python conditionals on tensors: there are none."""
     return tf.autograph.experimental.do_not_convert(function)  # type: ignore[no-any-return]

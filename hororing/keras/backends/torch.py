@@ -69,6 +69,11 @@ def stepper() -> Stepper:
     return Stepper()
 
 
+def outside_graphs(function: Callable[[], None]) -> None:
+    """See `Backend`."""
+    function()
+
+
 def not_rewritten(function: F) -> F:
     """Make torch.compile compile only the code around it."""
     untraced: Any = torch.compiler.disable
