@@ -44,11 +44,11 @@ Status TensorTable::Claim(const TensorEntry& given, TensorEntry* active) {
     for (const void* memory : {view.input, static_cast<const void*>(view.output)}) {
       const auto other = view.elements() > 0 ? written_.find(memory) : written_.end();
       if (other == written_.end()) continue;
-      return WithStage(given, Status(Code::kInvalidArgument,
-                                      "its tensor is being overwritten by " +
-                                          other->second->request.Title() +
-                                          ", which is in flight; wait for that first, or pass "
-                                          "each tensor once (tied weights)"));
+      return WithStage(
+          given, Status(Code::kInvalidArgument,
+                        "its tensor is being overwritten by " + other->second->request.Title() +
+                            ", which is in flight; wait for that first, or pass "
+                            "each tensor once (tied weights)"));
     }
   }
   for (const TensorView& view : given.views) {

@@ -29,7 +29,6 @@ from hororing.hororun.elastic_processes import (
     ElasticProcess,
     Processes,
     ProcessHost,
-    pause,
 )
 from hororing.hororun.ending import Ending, Grace
 from hororing.hororun.hosts import ASK_S, LOST, LocalHost
