@@ -10,6 +10,7 @@ The end of a process determines the error of its peers:
   peer that ends by that error ends with the same code, so that it is mpirun's, too. (Exit hooks of
   Python do not get the code, so sys.exit, exit and quit are replaced to raise our exception; `raise
   SystemExit(3)` counts as a normal end.)
+* `shutdown()` while an exception is handled, as in ``finally:``: peers get PeerLostError with it.
 * an uncaught exception: peers get PeerLostError with this rank and the exception's text. MPI is not
   finalised, because that would wait for ranks that may compute for hours: mpirun ends the job. If
   the interpreter continues (a prompt, python -i, a library that shows the exception by
@@ -31,7 +32,7 @@ from typing import Any, NoReturn
 
 from hororing import job
 from hororing._core import lib
-from hororing.errors import ShutDownError
+from hororing.errors import HororingInternalError, HostsUpdatedInterrupt, ShutDownError
 from hororing.failures import last_error
 from hororing.job import process as _process
 from hororing.logs import logger
@@ -39,15 +40,32 @@ from hororing.logs import logger
 # The maximum time that shutdown() waits for requests that all ranks have submitted. A frozen peer
 # must not keep this process from ending.
 _SHUTDOWN_TIMEOUT_S = 30.0
+# Exceptions that are handled without a failure of this rank. An error of ours has its own reason.
+_NO_FAILURES = (
+    SystemExit, GeneratorExit, StopIteration, StopAsyncIteration,
+    HororingInternalError, HostsUpdatedInterrupt,
+)  # fmt: skip
 
 
 def shutdown() -> None:
     """End the engine. Does nothing when there is none.
 
     Requests that all ranks had submitted are carried out. All other pending requests fail with
-    ShutDownError on every rank. Returns even if peers are dead. `init()` works again afterwards.
+    ShutDownError on every rank, or with PeerLostError if it is called while this rank handles an
+    exception (``finally: hvd.shutdown()``), which the text then names. Returns even if peers are
+    dead. `init()` works again afterwards.
     """
-    _shutdown("shutdown() was called")
+    _shutdown(_why_now())
+
+
+def _why_now() -> str:
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit) and error.code:
+        return _BY_EXIT.format(error.code)
+    if error is None or isinstance(error, _NO_FAILURES):
+        return "shutdown() was called"
+    reason = reason_of(type(error), error).decode("utf-8", "replace")
+    return f"shutdown() was called while handling {reason}"
 
 
 def _shutdown(reason: str) -> None:
@@ -111,6 +129,7 @@ def _exit(status: object = None, /) -> NoReturn:
     raise _Exit(*status) if isinstance(status, tuple) else _Exit(status)
 
 
+_BY_EXIT = "the script has ended by sys.exit({!r})"
 # In the text of a ShutDownError.
 _EXIT = re.compile(r"by sys\.exit\((\d+)\)")
 
@@ -174,7 +193,7 @@ def _at_exit(close_log: Callable[[], None]) -> None:
     if uncaught is not None and not code and not hasattr(sys, "ps1"):
         _abort(type(uncaught), uncaught)
     elif code:
-        _shutdown(f"the script has ended by sys.exit({code!r})")
+        _shutdown(_BY_EXIT.format(code))
         _process.broken = True  # so mpirun ends the job, with that code
     else:
         _shutdown("the script has ended")

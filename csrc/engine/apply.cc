@@ -52,7 +52,7 @@ void Loop::Apply(const Agreement& agreement) {
       case Decision::Kind::kTimeline:
         timeline_.Switch(decision.details().timeline_on, decision.details().timeline_cycles);
         break;
-      case Decision::Kind::kLeave:
+      case Decision::Kind::kLeave: rank_left_ = true; [[fallthrough]];
       case Decision::Kind::kAbort:
         end_agreed_ = true;
         End(decision.details().status);

@@ -95,7 +95,7 @@ bool Engine::AwaitStart(TimeNs timeout_ns, Status* status) {
     // and ends. Until then the thread needs its engine, which is therefore leaked.
     *status = Status(Code::kTransport,
                      "init: not all ranks of the job have called it in time (HORORING_TIMEOUT_S "
-                     "sets the limit); every process that mpirun starts must call init");
+                     "sets the limit); each of its processes must call init");
     return NowNs() >= start_deadline_;
   }
   *status = started_.get();
@@ -165,16 +165,17 @@ void Engine::Serve(World& world, Loop& loop) {
   state_ = State::kRunning;
   start_.set_value(Status::Ok());
   Status why;
+  bool peaceful = false;
   try {
     why = loop.Run(progress);
+    peaceful = loop.peaceful();
   } catch (const std::exception& error) {  // from DrainAndStop: the loop itself catches
     why = Status(Code::kInternal, std::string("the engine broke: ") + error.what());
   }
   loop_ = nullptr;
   progress.unlock();
-  Finish(why);
-  const bool peaceful = why.code() == Code::kShutDown || loop.end_agreed();
-  if (peaceful) CloseAll(world, why.code() == Code::kStalled);
+  Finish(why, peaceful);
+  if (peaceful || loop.end_agreed()) CloseAll(world, why.code() == Code::kStalled);
 }
 
 // Called when the start fails. Peers may be running already; without an announcement they would
@@ -183,7 +184,9 @@ void Engine::Serve(World& world, Loop& loop) {
 void Engine::AnnounceStartFailure(World& world, const Status& why) {
   if (world.transport == nullptr) return;
   if (all_fail_) return CloseAll(world);
-  world.transport->AnnounceFailure({why.code(), "init: " + why.message(), why.rank()});
+  const bool heard = why.message().rfind("init: ", 0) == 0;  // from another rank, perhaps
+  const std::string text = (heard ? "" : "init: ") + why.message();
+  world.transport->AnnounceFailure({why.code(), text, why.rank()});
   world.transport->Flush(After(NowNs(), kStartGrace));
 }
 
@@ -209,9 +212,9 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
 }
 
 // Fails all pending and all later requests with `why`.
-void Engine::Finish(const Status& why) {
+void Engine::Finish(const Status& why, bool peaceful) {
   shared_.mailbox.Close(why);
-  state_ = why.code() == Code::kShutDown ? State::kStopped : State::kFailed;
+  state_ = peaceful ? State::kStopped : State::kFailed;
   const TimeNs now = NowNs();
   std::vector<std::unique_ptr<TensorEntry>> left = shared_.tensors.Close(why);
   for (const std::unique_ptr<TensorEntry>& entry : left) {

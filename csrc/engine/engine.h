@@ -120,7 +120,7 @@ class Engine {
   Status PrepareWorld(const WorldMaker& make_world, World* world);
   void Serve(World& world, Loop& loop);
   void AnnounceStartFailure(World& world, const Status& why);
-  void Finish(const Status& why);
+  void Finish(const Status& why, bool peaceful = false);
   void WatchDevice();
   template <typename Future>
   bool Await(const Future& future, TimeNs timeout_ns);

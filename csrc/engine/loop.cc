@@ -256,8 +256,9 @@ void Loop::DrainAndStop() {
   ExitIfOrphaned();  // a peer may have died of the same cause, and been noticed first
   if (asked_) Warn(true);
   // After a failure, the runner's destructor aborts GPU operations once all handles are done.
-  if (final_->code() == Code::kShutDown) runner_.Leave(After(NowNs(), kFinalTimeout));
-  if (final_->code() != Code::kShutDown) {
+  if (peaceful()) {
+    runner_.Leave(After(NowNs(), kFinalTimeout));
+  } else {
     // All ranks receive an agreed end. An announcement would overtake it, and they would report a
     // lost peer.
     if (!end_agreed_) transport_.AnnounceFailure(*final_);
@@ -274,7 +275,7 @@ void Loop::DrainAndStop() {
   timeline_.Switch(false, false);
   const TimeNs begin = NowNs(), deadline = After(begin, kTimelineTimeout);
   transport_.Flush(After(begin, transport_.revoked() ? kRevokedTimeout : kFinalTimeout));
-  if (!timeline_.closed() && final_->code() == Code::kShutDown) {
+  if (!timeline_.closed() && peaceful()) {
     int peer = 0;
     std::string message;
     std::vector<TraceEvent> events;

@@ -39,6 +39,8 @@ class Loop {
   Status Run(std::unique_lock<std::mutex>& progress);
   // Whether all ranks have agreed to stop.
   bool end_agreed() const { return end_agreed_; }
+  // Whether it ended because a rank left: in peace, even if that rank handles an exception.
+  bool peaceful() const { return rank_left_ || (final_ && final_->code() == Code::kShutDown); }
 
   // State that a caller hands back when it stops driving progress.
   struct Handoff {
@@ -143,7 +145,7 @@ class Loop {
   TimeNs parked_until_ns_ = 0;  // when the engine's thread wakes by itself
   const int parent_pid_;
   std::optional<Status> final_;
-  bool end_agreed_ = false;
+  bool end_agreed_ = false, rank_left_ = false;  // by a decision of all ranks
 };
 
 }  // namespace hororing

@@ -70,11 +70,14 @@ void Coordinator::Receive(const int* ranks, size_t count, const Report& report, 
     const int rank = ranks[0];
     std::string text = "rank " + std::to_string(rank) + " has shut down";
     if (!report.reason.empty()) text += " (" + report.reason + ")";
-    text += ". All ranks must make the same calls: check whether rank " + std::to_string(rank) +
-            " had fewer batches.";
+    const bool failed = report.reason.find(kWhileHandling) != std::string::npos;
+    if (!failed) {
+      text += ". All ranks must make the same calls: check whether rank " + std::to_string(rank) +
+              " had fewer batches.";
+    }
     Decision leave;
     leave.kind = Decision::Kind::kLeave;
-    leave.set_details().status = Status(Code::kShutDown, text, rank);
+    leave.set_details().status = Status(failed ? Code::kPeerLost : Code::kShutDown, text, rank);
     Push(std::move(leave));
     stopped_ = true;
   }

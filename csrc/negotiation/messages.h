@@ -77,6 +77,9 @@ struct Splits {
 };
 
 // From a rank to the coordinator: the requests submitted since the last report.
+// In the reason of a rank that leaves because of an exception: the others have lost it.
+inline constexpr char kWhileHandling[] = " while handling ";
+
 struct Report {
   uint64_t applied = 0;          // sequence of the last agreement that this rank has applied
   std::vector<uint64_t> cached;  // requests known by their cache id

@@ -212,6 +212,17 @@ def raise_an_exception() -> None:
     fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
 
 
+def shut_down_in_finally() -> None:
+    """The last rank shuts down because of an exception; or of none that is a failure."""
+    begin()
+    if the_last_one():
+        try:
+            raise {"ValueError": ValueError("bad sample 17"), "exit": SystemExit(3)}[sys.argv[2]]
+        finally:
+            hvd.shutdown()
+    fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
+
+
 def raise_without_text() -> None:
     class BrokenError(Exception):
         def __str__(self) -> str:

@@ -234,6 +234,22 @@ def test_the_text_of_an_uncaught_exception_reaches_every_rank(size: int):
         assert "OverflowError: the loss is 7.5e99" in job.printed(size - 1)
 
 
+@pytest.mark.parametrize(
+    ("how", "kind", "why"),
+    [
+        ("ValueError", "PeerLostError", "shutdown() was called while handling ValueError: bad "),
+        ("exit", "ShutDownError", "the script has ended by sys.exit(3)"),
+    ],
+)
+def test_a_shutdown_in_finally_does_not_hide_why(how: str, kind: str, why: str):
+    with LiveJob(RANKS, 2, "shut_down_in_finally", how, options=PATIENT) as job:
+        seen = failure(job, 0)
+        assert seen["kind"] == kind
+        assert f"rank 1 has shut down ({why}" in seen["text"]
+        assert ("fewer batches" in seen["text"]) == (kind == "ShutDownError")
+        check_end(job)
+
+
 def test_an_exception_that_cannot_be_shown_has_a_name_at_least():
     with LiveJob(RANKS, 2, "raise_without_text", options=PATIENT) as job:
         seen = failure(job, 0)

@@ -258,6 +258,19 @@ TEST(a_rank_that_gives_up_starting_is_heard_of_by_those_who_have_started) {
   stuck.join();
 }
 
+TEST(a_reason_that_is_passed_on_has_one_prefix) {
+  auto transports = MakeInprocWorld(2, 0);
+  Player player;
+  const auto make_world = [&](World* world) {
+    world->transport = std::move(transports[0]);
+    return Status(Code::kPeerLost, "init: rank 1 died", 1);
+  };
+  EngineConfig config;
+  config.timeout_ns = kTestTimeout;
+  CHECK_EQ(Start(config, make_world, &player).message(), std::string("init: rank 1 died"));
+  CHECK_EQ(transports[1]->CheckPeers().message(), std::string("init: rank 1 died"));
+}
+
 int64_t Create(HandleTable& table) {
   int64_t handle = 0;
   table.Create(&handle, 1);

@@ -383,6 +383,14 @@ TEST(leaving_fails_nothing_that_was_ready_before) {
                        "check whether rank 1 had fewer batches."));
   coordinator.Receive(0, Fresh({Allreduce("b")}), 1);
   CHECK(!coordinator.TakeAgreement().has_value());
+
+  Coordinator other(Options(2));
+  leaving.reason = "shutdown() was called while handling ValueError: bad sample 17";
+  other.Receive(1, leaving, 0);
+  const Status why = other.TakeAgreement()->decisions[0].details().status;
+  CHECK(why.code() == Code::kPeerLost);
+  CHECK_EQ(why.rank(), 1);
+  CHECK_EQ(why.message(), "rank 1 has shut down (" + leaving.reason + ")");
 }
 
 TEST(a_warning_tells_what_missing_ranks_say) {
