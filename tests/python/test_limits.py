@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
@@ -12,8 +13,12 @@ from pathlib import Path
 import pytest
 from hororun_jobs import DEADLINE_S, HORORUN, environment, sh
 
-from hororing.hororun import cgroup, command, local
+from hororing import limits
+from hororing.hororun import cgroup, command, local, start
+from hororing.hororun.ending import Grace
+from hororing.hororun.job import CannotStartError
 from hororing.hororun.local import Program
+from hororing.hororun.output import Output
 from hororing.rendezvous.store import Store
 
 # Members of a store, one after the other; prints the reasons of those that are refused.
@@ -93,6 +98,23 @@ def test_a_container_has_the_cores_and_processes_of_its_quota(
     assert local._with_threads(Program(0, (), {}, "/"))["OMP_NUM_THREADS"] == "14"[not limited]
 
 
+def test_a_job_of_too_many_processes_is_refused_and_no_program_is_blamed_for_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(cgroup, "processes_left", lambda: 100)
+    what = start.Start([], ["true"], {}, [], 60.0, Grace())
+    wanted = "64 ranks on this host need at least 192 processes and threads, and 100 more may be"
+    with pytest.raises(CannotStartError, match=wanted):
+        start._make_room(what, Output({}, 64, tag=True), 64, 64, connections=64)
+    for number, wanted in (
+        (errno.EMFILE, "out of file descriptors, of which this process may have "),
+        (errno.EAGAIN, "no more processes or threads may be started: ulimit -u, or pids.max"),
+        (errno.ENOENT, "python: No such file or directory"),
+    ):
+        text = limits.why_not_started(OSError(number, os.strerror(number)), "python")
+        assert text.startswith(wanted)
+
+
 def test_rank_0_says_that_its_store_needs_more(tmp_path: Path):
     script = "import hororing.numpy as hvd\nhvd.init()\n"
     done = limited(
@@ -106,7 +128,7 @@ def test_rank_0_says_that_its_store_needs_more(tmp_path: Path):
 def test_a_store_without_file_descriptors_says_so_to_those_it_refuses(
     caplog: pytest.LogCaptureFixture,
 ):
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     store = Store(job="a job", size=20, secret=bytes(32))
     store.start_thread()
     members = subprocess.Popen(
@@ -116,10 +138,10 @@ def test_a_store_without_file_descriptors_says_so_to_those_it_refuses(
     try:
         taken = {int(each) for each in os.listdir("/proc/self/fd")}
         most = [number for number in range(len(taken) + 8) if number not in taken][7]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
         reason, kept = members.communicate("go\n", DEADLINE_S)[0].splitlines()
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
         members.kill()
         store.stop()
     wanted = f"the store has no file descriptors left: its process may open {most} (ulimit -n)"
