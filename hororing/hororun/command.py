@@ -85,6 +85,7 @@ def main(words: Sequence[str] | None = None) -> int:
         command = _bound(sys.executable, ["--numa-aware"], command)
     if arguments.dry_run:
         return _dry_run(placed, command, variables)
+    limits.raise_files()  # elastic jobs may grow
     output = _output(arguments, size, only_from, elastic is not None)
     rsh = arguments.rsh_agent or start.ssh(arguments.ssh_port, arguments.ssh_identity_file)
     what = start.Start(

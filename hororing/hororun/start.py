@@ -219,7 +219,6 @@ def _make_room(what: Start, output: Output, size: int, here: int, connections: i
 
     `connections` : of the ranks with the store.
     """
-    limits.raise_files()
     each = 3 + (what.payload is not None)  # its output, its process, its answer
     files = each * here + connections + output.files_per_rank * size
     try:
