@@ -9,7 +9,7 @@ The end of a process determines the error of its peers:
 * `sys.exit` with another code: the same, with the code in the text, but MPI is not finalised. A
   peer that ends by that error ends with the same code, so that it is mpirun's, too. (Exit hooks of
   Python do not get the code, so sys.exit, exit and quit are replaced to raise our exception; `raise
-  SystemExit(3)` counts as a normal end.)
+  SystemExit(3)` counts as a normal end, except for hororun in an elastic job, which sees the code.)
 * `shutdown()` while an exception is handled, as in ``finally:``: peers get PeerLostError with it.
 * an uncaught exception: peers get PeerLostError with this rank and the exception's text. MPI is not
   finalised, because that would wait for ranks that may compute for hours: mpirun ends the job. If
