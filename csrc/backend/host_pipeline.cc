@@ -129,7 +129,7 @@ Status HostPipeline::RunUntil(Ready ready, Peers lagging) {
       HORORING_RETURN_IF_ERROR(wire_.CheckPeers());
       wait.Check(wire_, now, lagging);
     }
-    if (!backoff.Pause(local_, epoch, false, wire_.Extended(deadline_))) {
+    if (!backoff.Pause(local_, epoch, false, wire_.Extended(deadline_, wait.progressed_ns()))) {
       return wait.GiveUp(wire_, lagging());
     }
   }

@@ -373,8 +373,8 @@ uint64_t Coordinator::Remember(TensorState& tensor, const Request& request,
   cached_ += weighs;
   const uint64_t id = next_id_++;
   by_age_.push_front(id);
-  records_[id] = {id, &tensor, false, false, by_age_.begin(), weighs, request,
-                  details.rows, details.splits};
+  records_[id] = {id,     &tensor, false,        false,         by_age_.begin(),
+                  weighs, request, details.rows, details.splits};
   tensor.id = id;
   ++tensor.records;
   return id;

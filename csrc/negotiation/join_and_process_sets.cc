@@ -13,8 +13,7 @@ namespace {
 
 // Decision::Details::rows for these ranks.
 std::vector<int64_t> RowsFor(const std::vector<int>& ranks, const Splits& splits) {
-  std::vector<int64_t> rows{
-      std::accumulate(splits.rows.begin(), splits.rows.end(), int64_t{0})};
+  std::vector<int64_t> rows{std::accumulate(splits.rows.begin(), splits.rows.end(), int64_t{0})};
   const size_t members = splits.ranks.size();
   for (const int rank : ranks) {
     const auto found = std::lower_bound(splits.ranks.begin(), splits.ranks.end(), rank);

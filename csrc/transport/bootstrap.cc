@@ -38,8 +38,8 @@ Status TransportBootstrap::AroundRing(const std::function<Place(int)>& place, Ti
   for (int step = 0; step < size() - 1; ++step) {
     const Place out = place((rank() + size() - step) % size());
     const Place in = place((previous + size() - step) % size());
-    HORORING_RETURN_IF_ERROR(SendReceive(transport_, next, out.data, out.bytes, previous, in.data,
-                                         in.bytes, deadline));
+    HORORING_RETURN_IF_ERROR(
+        SendReceive(transport_, next, out.data, out.bytes, previous, in.data, in.bytes, deadline));
   }
   return Status::Ok();
 }

@@ -177,6 +177,13 @@ Status MakeTcp(Bootstrap& bootstrap, const Topology& topology, const WorldOption
     tcp.key = keys[0];
   }
   tcp.spin_ns = options.spin_ns;
+  // They are for the usual limit of all waits, and follow it.
+  constexpr TimeNs kUsual = 300 * kSecond;
+  for (TimeNs* each : {&tcp.silent_ns, &tcp.connect_ns}) {
+    *each = options.timeout_ns == kForever ? kForever
+                                           : std::max(std::min(*each, options.timeout_ns),
+                                                      options.timeout_ns / (kUsual / *each));
+  }
   if (options.silent_ns > 0) tcp.silent_ns = options.silent_ns;
   tcp.unreachable = options.unreachable;
   for (const int each : topology.host_of) {

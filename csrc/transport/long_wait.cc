@@ -44,7 +44,7 @@ std::vector<int> LongWait::LatePeers(Transport& transport, TimeNs age,
 }
 
 Status LongWait::GiveUp(Transport& transport, const std::vector<int>& lagging) {
-  const TimeNs age = NowNs() - since_ns_;
+  const TimeNs age = NowNs() - progressed_ns_;
   const std::vector<int> culprits = LatePeers(transport, age, lagging);
   return Status(Code::kTransport, NoProgress(culprits, age), culprits.empty() ? -1 : culprits[0]);
 }

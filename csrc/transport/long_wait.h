@@ -16,16 +16,18 @@ namespace hororing {
 class LongWait {
  public:
   explicit LongWait(TimeNs begin_ns)
-      : since_ns_(begin_ns), next_ns_(After(begin_ns, kFirstCheck)) {}
+      : since_ns_(begin_ns), next_ns_(After(begin_ns, kFirstCheck)), progressed_ns_(begin_ns) {}
 
-  // There was progress since the last Check, but the wait is not over.
-  void NoteProgress() { progressed_ = true; }
+  // Data has moved, but the wait is not over.
+  void NoteProgress(TimeNs now) { progressed_ns_ = now; }
+  // The time of the latest progress, or of the beginning.
+  TimeNs progressed_ns() const { return progressed_ns_; }
   // Call it a few times a second; it is cheap. lagging() lists the ranks that the wait is for.
   template <typename Lagging>
   void Check(Transport& transport, TimeNs now, const Lagging& lagging) {
     if (now < next_ns_) return;
-    if (progressed_) {
-      *this = LongWait(now);
+    if (progressed_ns_ > since_ns_) {
+      *this = LongWait(progressed_ns_);
     } else {
       HandleDelay(transport, now, lagging());
     }
@@ -43,7 +45,7 @@ class LongWait {
   TimeNs since_ns_;  // without progress
   TimeNs next_ns_;   // when HandleDelay has something to do
   TimeNs warned_ns_ = 0;
-  bool progressed_ = false;
+  TimeNs progressed_ns_;
 };
 
 }  // namespace hororing

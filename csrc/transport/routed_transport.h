@@ -50,7 +50,9 @@ class RoutedTransport final : public Transport {
   void Watch(CallWatch* calls) override { wire_->Watch(calls); }
   Status CheckPeers() override;
   TimeNs Silence(int peer) override { return wire_->Silence(peer); }
-  TimeNs Extended(TimeNs deadline) const override { return wire_->Extended(deadline); }
+  TimeNs Extended(TimeNs deadline, TimeNs progressed_ns) const override {
+    return wire_->Extended(deadline, progressed_ns);
+  }
   void SetWaitLimits(WaitLimits wait_limits) override {
     wire_->SetWaitLimits(std::move(wait_limits));
   }

@@ -228,8 +228,9 @@ bool ShmTransport::Progress() {
   bool moved = false;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
-    moved |= Push(peer);
-    moved |= Pull(peer);
+    const bool sent = Push(peer), received = Pull(peer);
+    data_moved_ |= sent || received;
+    moved |= sent || received;
     moved |= PushControl(peer);
     moved |= PullControl(peer);
   }

@@ -85,11 +85,15 @@ class ShmTransport final : public Transport, private Eventcount {
     for (;;) {
       const uint32_t epoch = Epoch();
       if (ready()) return Status::Ok();
+      data_moved_ = false;
       const bool moved = Progress();
-      if (!backoff.Pause(*this, epoch, moved, revoked() ? 0 : Extended(deadline))) {
+      if (data_moved_) wait.NoteProgress(NowNs());
+      const TimeNs until = Extended(deadline, wait.progressed_ns());
+      if (!backoff.Pause(*this, epoch, moved, revoked() ? 0 : until)) {
         const Status peers = CheckPeers(lagging());
         if (!peers.ok()) return peers;
-        if (NowNs() < Extended(deadline)) continue;  // this process was stopped
+        // This process may have been stopped.
+        if (NowNs() < Extended(deadline, wait.progressed_ns())) continue;
         return wait.GiveUp(*this, lagging());
       }
       if (!CheckIsDue(backoff.now_ns(), kCheckInterval, &check_ns)) continue;
@@ -146,6 +150,7 @@ class ShmTransport final : public Transport, private Eventcount {
   Inbox received_;
   // The doorbell before the last Progress. If it is unchanged, no pipe has changed.
   uint32_t progress_epoch_ = 0;
+  bool data_moved_ = false;  // by a Progress
   Spinner spinner_{16};
   uint32_t last_sleep_epoch_ = 0;  // the doorbell after the last Sleep: shows a later Wake
   Status broken_;                  // first data-plane error

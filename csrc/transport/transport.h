@@ -118,7 +118,7 @@ class Transport {
   // process is stopped or its network is cut. 0 for a rank that has failed or left.
   virtual TimeNs Silence(int /*peer*/) { return 0; }
   // Waits longer than `warning_ns` call `warn` with the ranks that make no progress. `limit_ns`:
-  // how long a wait may take; deadlines are made from it.
+  // how long a wait may take without progress; deadlines are made from it.
   struct WaitLimits {
     TimeNs warning_ns = kForever;
     std::function<void(const std::string&)> warn;
@@ -126,12 +126,12 @@ class Transport {
   };
   virtual void SetWaitLimits(WaitLimits wait_limits) { wait_limits_ = std::move(wait_limits); }
   const WaitLimits& wait_limits() const { return wait_limits_; }
-  // Returns when a wait until `deadline` gives up. A process that was stopped gets its full limit
-  // again.
-  virtual TimeNs Extended(TimeNs deadline) const {
-    return stopped_until_ns_ == 0
-               ? deadline
-               : std::max(deadline, After(stopped_until_ns_, wait_limits_.limit_ns));
+  // Returns when a wait until `deadline`, in which data last moved at `progressed_ns`, gives up: it
+  // has its full limit again after every progress, and after this process was stopped.
+  virtual TimeNs Extended(TimeNs deadline, TimeNs progressed_ns) const {
+    if (wait_limits_.limit_ns == 0) return deadline;
+    return std::max(deadline,
+                    After(std::max(stopped_until_ns_, progressed_ns), wait_limits_.limit_ns));
   }
   // Announces to the peers that this rank has failed; their waits end with Announced(why). `why`
   // blames the rank at fault: this one, or the one that it has lost.

@@ -213,6 +213,7 @@ TEST(over_mpi_a_rank_that_was_stopped_while_it_waited_has_its_whole_limit_again)
   World all;
   CHECK_OK(Make("mpi", &all));
   if (all.topology.size > 1) OverWorld("mpi", GoOnAfterAStop);
+  if (all.topology.size > 1) OverWorld("mpi", WaitWhileDataMoves);
   Watchdog watchdog(all.topology.size, kWorldLimit);
   Rank rank{*all.transport, watchdog};
   Barrier(rank);

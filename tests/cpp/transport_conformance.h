@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -306,6 +307,37 @@ inline void EndByRevoke(Rank& rank, const EndlessWait& endless, const std::funct
   for (const EndlessWait& each : kEndlessWaits) CHECK_EQ(each.wait(rank).message(), why.message());
   CHECK(NowNs() - begin < kAtOnce);
   stay();
+}
+
+// Rank 1 sends for longer than the limit, then no more; rank 2, if any, is not needed.
+inline void WaitWhileDataMoves(Rank& rank) {
+  constexpr TimeNs kLimit = 400 * kMillisecond;
+  constexpr size_t kParts = 8;
+  rank.Enter("slow");
+  rank.transport.SetWaitLimits({kForever, nullptr, kLimit});
+  Barrier(rank);
+  std::array<char, kParts + 1> bytes{};
+  if (rank.rank() == 1) {
+    for (size_t i = 0; i < kParts; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      CHECK_OK(rank.transport.Wait(rank.transport.Send(0, &bytes[i], 1), Soon()));
+    }
+  } else if (rank.rank() == 0) {
+    std::array<Transport::Request, kParts + 1> receives;
+    for (size_t i = 0; i <= kParts; ++i) receives[i] = rank.transport.Receive(1, &bytes[i], 1);
+    CHECK_OK(rank.transport.Wait(receives[kParts - 1], After(NowNs(), kLimit)));
+    for (size_t i = 0; i + 1 < kParts; ++i) CHECK_OK(rank.transport.Wait(receives[i], Soon()));
+    const TimeNs begin = NowNs();
+    const Status status = rank.transport.Wait(receives[kParts], After(begin, kLimit));
+    CHECK(status.code() == Code::kTransport);
+    CHECK_EQ(status.message().find("e-"), std::string::npos);  // not "for 6.34e-06 s"
+    CHECK(NowNs() - begin < 20 * kLimit);
+    rank.transport.Post(1, "done");
+    CHECK(rank.transport.Flush(Soon()));
+  }
+  int peer = -1;
+  std::string message;
+  if (rank.rank() == 1) CHECK(PollUntil(rank.transport, Soon(), &peer, &message));
 }
 
 // Rank 0's thread is stopped in a wait for longer than the limit, as if its process were stopped.

@@ -49,7 +49,7 @@ Status MpiTransport::Wait(Request request, TimeNs deadline) {
     if (posted.done()) return Status::Ok();
     const bool moved = ProgressData();
     if (posted.done() && data_error_.ok()) return Status::Ok();
-    if (moved) wait.NoteProgress();
+    if (moved) wait.NoteProgress(NowNs());
     if (look % kPollsPerCheck == 0) {
       ProgressControl();
       if (CheckProcesses()) wait.Check(*this, NowNs(), lagging);
@@ -58,9 +58,10 @@ Status MpiTransport::Wait(Request request, TimeNs deadline) {
       broken_ = failure_;
     } else if (!data_error_.ok()) {
       broken_ = data_error_;
-    } else if (!backoff.Pause(bell_, seen, moved, Extended(deadline))) {
+    } else if (!backoff.Pause(bell_, seen, moved, Extended(deadline, wait.progressed_ns()))) {
       CheckProcesses();  // notices whether this process was stopped
-      if (NowNs() >= Extended(deadline)) broken_ = wait.GiveUp(*this, lagging());
+      if (NowNs() >= Extended(deadline, wait.progressed_ns()))
+        broken_ = wait.GiveUp(*this, lagging());
     }
   }
   Abandon();

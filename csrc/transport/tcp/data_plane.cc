@@ -53,16 +53,17 @@ Status TcpTransport::Wait(Request request, TimeNs deadline) {
       if (gap > kSpinBeforeYield) last_gap_ns_ = gap;
     }
     if (posted.done()) return Status::Ok();
-    if (moved) wait.NoteProgress();
+    if (moved) wait.NoteProgress(NowNs());
     if (!moved || look % kPollsPerCheck == 0) {
       moved |= Events();
       wait.Check(*this, NowNs(), lagging);
     }
     if (!failure_.ok()) {
       broken_ = failure_;
-    } else if (!backoff.Pause(*this, 0, moved, Extended(deadline))) {
+    } else if (!backoff.Pause(*this, 0, moved, Extended(deadline, wait.progressed_ns()))) {
       Events();  // notices whether this process was stopped
-      if (NowNs() >= Extended(deadline)) broken_ = wait.GiveUp(*this, lagging());
+      if (NowNs() >= Extended(deadline, wait.progressed_ns()))
+        broken_ = wait.GiveUp(*this, lagging());
     }
   }
   // The callers may use their memory again: only the kernel still holds bytes, and their streams

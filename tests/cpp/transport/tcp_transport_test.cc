@@ -511,6 +511,7 @@ TEST(time_in_which_a_rank_is_stopped_does_not_count_against_its_connections) {
 
 TEST(a_rank_that_was_stopped_while_it_waited_has_its_whole_limit_again_over_tcp) {
   RunWorld(MakeTcpWorld(2, 64), GoOnAfterAStop);
+  RunWorld(MakeTcpWorld(2, 64), WaitWhileDataMoves);
 }
 
 // A killed rank may leave workers of its DataLoader.

@@ -258,6 +258,7 @@ TEST(any_thread_can_end_every_kind_of_wait) {
 
 TEST(a_rank_that_was_stopped_while_it_waited_has_its_whole_limit_again) {
   RunWorld(2, GoOnAfterAStop);
+  RunWorld(2, WaitWhileDataMoves);
 }
 
 TEST(long_reasons_are_cut) {
