@@ -56,6 +56,10 @@ def main(words: Sequence[str] | None = None) -> int:
     command = _program(arguments)
     if not (command or arguments.print_topology or arguments.export_config):
         parser.error("what shall the ranks run? hororun -np 4 python train.py")
+    if arguments.gloo and arguments.mpi:
+        parser.error("--gloo and --mpi exclude each other")
+    if arguments.mpi_args and not arguments.mpi:
+        parser.error("--mpi-args needs --mpi, which starts the ranks with mpirun")
     try:
         variables = _variables(arguments)
         elastic = elastic_flags.chosen(arguments, lambda: _hosts(arguments)[0], variables)
@@ -170,7 +174,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--import-config", metavar="FILE", help="begin with those of a file; others win over them")
     add("-cb", "--check-build", action="store_true", help="what is installed and works")
     add("-v", "--version", action="version", version=f"hororun {_version()}")
-    add("--verbose", "--gloo", action="store_true", help=argparse.SUPPRESS)
+    add("--verbose", dest="print_topology", action="store_true", help=argparse.SUPPRESS)
+    add("--gloo", action="store_true", help=argparse.SUPPRESS)  # without MPI, as hororun is
     knob_flags.add_arguments(parser)
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from hororing.config.forms import BOOL, BadText
+from hororing.config.forms import BOOL, NETWORKS, BadText
 from hororing.config.knobs import KNOBS, Knob
 
 _PREFIX = "knob "  # of names in the namespace
@@ -22,7 +22,6 @@ _ALIASES = {
 }
 # Flags that set a knob to a text of their own.
 _CONSTANT = {
-    "--disable-cache": ("CACHE_CAPACITY", "0"),
     "--log-with-timestamp": ("LOG_HIDE_TIME", "0"),
     "--no-log-hide-timestamp": ("LOG_HIDE_TIME", "0"),
     "--tcp": ("TRANSPORT", "tcp"),
@@ -45,6 +44,8 @@ _UNUSED_VALUES = {
     "--gloo-timeout-seconds": "HOROVOD_GLOO_TIMEOUT_SECONDS",
 }
 _STALL_CHECK_OFF = "HOROVOD_STALL_CHECK_DISABLE"  # two knobs in one
+# horovodrun's cache of ssh checks; hororun has none.
+_NOTHING_TO_DO = ["--disable-cache"]
 # Horovod's flags that are errors, and what to do.
 _REFUSED = {
     "--config-file": "give its settings as flags, and keep them with --export-config FILE",
@@ -80,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             group.add_argument(
                 *names,
                 dest=_PREFIX + knob.name,
+                action=_Unite if knob.form is NETWORKS else "store",
                 type=_checked(knob, str),
                 metavar=knob.unit.upper() or "VALUE",
                 help=help_text,
@@ -101,8 +103,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         switch = variable == "HOROVOD_AUTOTUNE"  # whatever the value of these flags
         convert: Callable[[str], str] = (lambda _: "1") if switch else str
         group.add_argument(flag, dest=_PREFIX + variable, type=convert, help=argparse.SUPPRESS)
+    for flag in _NOTHING_TO_DO:
+        group.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     for flag, instead in _REFUSED.items():
         group.add_argument(flag, action=_Refuse, nargs="?", const=instead, help=argparse.SUPPRESS)
+
+
+class _Unite(argparse.Action):
+    """Joins the lists of several flags."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
 class _Refuse(argparse.Action):

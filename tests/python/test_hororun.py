@@ -383,6 +383,8 @@ def test_after_a_signal_ranks_have_the_time_that_schedulers_give(
             "--config-file of horovodrun has no counterpart: give",
         ),
         (["--binding-args=--bind-to none", SH], 2, "use --numa-aware, or with --mpi: --mpi-args"),
+        (["--mpi-args=--oversubscribe", SH], 2, "--mpi-args needs --mpi"),
+        (["--mpi", "--gloo", SH], 2, "--gloo and --mpi exclude each other"),
         (["--output", "/dev/null/a", SH], 1, "/dev/null/a"),
     ],
 )
@@ -778,17 +780,19 @@ def test_there_is_a_flag_for_every_setting_and_for_what_horovod_calls_them(
             assert f"--{knob.name.lower().replace('_', '-')}" in text
     flags = "--fusion-threshold-mb 32 --timeline-filename t --disable-cache"
     flags += " --autotune-bayes-opt-max-samples 9 --autotune-gaussian-process-noise 0.5"
+    flags += " --network-interface a,b --network-interface c --gloo"
     flags += " --stall-check --no-torus-allreduce --no-log-hide-timestamp"
     words = ["-np", "2", "--dry-run", *flags.split(), "env", "-np", "3"]
     assert main(words) == 0
     shown = capfd.readouterr().out
     for wanted in (
         "HORORING_FUSION_BYTES=32MiB", "HORORING_TIMELINE=t", "HORORING_RANK=1",
-        "HORORING_CACHE_CAPACITY=0", "/env -np 3\n",
+        "HORORING_INTERFACE=a,b,c", "/env -np 3\n",
         "HORORING_LOG_HIDE_TIME=0", "HOROVOD_STALL_CHECK_DISABLE=0", "HOROVOD_TORUS_ALLREDUCE=0",
     ):  # fmt: skip
         assert wanted in shown
     assert "SECRET" not in shown
+    assert "CACHE_CAPACITY" not in shown  # --disable-cache is of another cache
 
 
 def test_flags_that_mpirun_does_not_have_are_refused_with_it():
