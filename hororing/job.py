@@ -49,7 +49,9 @@ class Process:
     dynamic: bool = False  # process sets may come and go after init
     process_sets: object = None  # as `init` was given them
     timeline: str = ""  # the latest file that was asked for
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    ending: bool = False  # shutdown() runs
+    # Reentrant: signal handlers call `shutdown`.
+    lock: threading.RLock = field(default_factory=threading.RLock)
     before_joining: list[Callable[[], object]] = field(default_factory=list)
     at_init: list[Callable[[], None]] = field(default_factory=list)
     at_shutdown: list[Callable[[], None]] = field(default_factory=list)

@@ -72,16 +72,21 @@ def _shutdown(reason: str) -> None:
     if not job.has_engine():  # also in a forked child
         return
     with _process.lock:
-        if not job.has_engine():
+        # A signal handler may interrupt this call and make another one.
+        if _process.ending or not job.has_engine():
             return
-        _process.broken |= lib.hr_state_now() == lib.HR_STATE_FAILED
-        code = int(lib.hr_shutdown(reason.encode(), _SHUTDOWN_TIMEOUT_S))
-        _process.topology = None
-        if code != lib.HR_OK:
-            _process.broken = True
-            logger.warning(last_error())
-        for callback in _process.at_shutdown:
-            callback()
+        _process.ending = True
+        try:
+            _process.broken |= lib.hr_state_now() == lib.HR_STATE_FAILED
+            code = int(lib.hr_shutdown(reason.encode(), _SHUTDOWN_TIMEOUT_S))
+            _process.topology = None
+            if code != lib.HR_OK:
+                _process.broken = True
+                logger.warning(last_error())
+            for callback in _process.at_shutdown:
+                callback()
+        finally:
+            _process.ending = False
 
 
 def install_hooks(close_log: Callable[[], None]) -> None:
@@ -104,9 +109,22 @@ def install_hooks(close_log: Callable[[], None]) -> None:
             raise SystemExit(int(code[1]) & 255 or 1)
 
     sys.excepthook = hook
+    note_exit_codes()
+
+
+def note_exit_codes() -> None:
+    """Learn the code of sys.exit, exit and quit, for `exit_code`."""
     sys.exit = _exit
-    if "_sitebuiltins" in sys.modules:  # exit() and quit(); they raise what is called so there
-        sys.modules["_sitebuiltins"].SystemExit = _Exit  # type: ignore[attr-defined]
+    if "_sitebuiltins" in sys.modules:  # exit() and quit() raise what it returns
+        sys.modules["_sitebuiltins"].SystemExit = _exception  # type: ignore[attr-defined]
+
+
+def exit_code() -> int:
+    """Return the exit code of the process, which is ending, as far as Python tells."""
+    code = _process.exit_code
+    if code is None and getattr(sys, "last_value", None) is not None:  # uncaught
+        return 1
+    return code if isinstance(code, int) else int(code is not None)
 
 
 class _Exit(SystemExit):
@@ -126,7 +144,13 @@ _CODE: Any = vars(SystemExit)["code"]
 
 def _exit(status: object = None, /) -> NoReturn:
     """sys.exit."""
-    raise _Exit(*status) if isinstance(status, tuple) else _Exit(status)
+    raise _exception(*status) if isinstance(status, tuple) else _exception(status)
+
+
+def _exception(*status: object) -> SystemExit:
+    # In other threads it only ends the thread, without a word if it is not of a sub-class.
+    is_main = threading.current_thread() is threading.main_thread()
+    return (_Exit if is_main else SystemExit)(*status)
 
 
 _BY_EXIT = "the script has ended by sys.exit({!r})"
@@ -204,11 +228,16 @@ def _at_exit(close_log: Callable[[], None]) -> None:
     if _process.broken and _process.launched and _mpi4py_would_finalize():
         # mpi4py finalises MPI after every hook of Python, and would wait there for peers that
         # are lost or busy. mpirun sees the exit code and ends the job.
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
-        os._exit(code if code and isinstance(code, int) else 1)
+        leave_at_once(exit_code() or 1)
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End the process, which is ending, without the rest of Python's end."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)
 
 
 def _mpi4py_would_finalize() -> bool:

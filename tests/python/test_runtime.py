@@ -191,6 +191,36 @@ def test_a_script_that_does_not_shut_down_ends():
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
+def test_an_exit_of_a_thread_is_silent():
+    for word in ("sys.exit(3)", "exit(3)"):
+        thread = f"thread = threading.Thread(target=lambda: {word}); thread.start(); thread.join()"
+        ran = run(f"import sys, threading, hororing.numpy as hvd; hvd.init(); {thread}")
+        assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_signal_handler_may_call_shutdown_while_the_script_does(monkeypatch: pytest.MonkeyPatch):
+    class Interrupted:
+        """The core, whose hr_shutdown is interrupted as soon as it has returned."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+        def hr_shutdown(self, *args: object) -> int:
+            code = real.hr_shutdown(*args)
+            runtime.shutdown()
+            return code
+
+    real = process_end.lib
+    runtime.start(Launch())
+    monkeypatch.setattr(process_end, "lib", Interrupted())
+    # In a thread: it would wait for its own lock.
+    thread = threading.Thread(target=runtime.shutdown, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not runtime.is_initialized()
+
+
 def test_an_exception_is_shown_and_ends_the_script():
     done = run("import hororing.runtime as r; r.init(); raise KeyError('lost')")
     assert done.returncode == 1
