@@ -17,7 +17,6 @@ import json
 import queue
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from hororing import library_threads
 from hororing.rendezvous import offers, protocol
 from hororing.rendezvous.client import Deadline, Member, RendezvousError
 from hororing.rendezvous.offers import Offer
@@ -249,7 +249,7 @@ def _bounded(call: Callable[[], T]) -> T:
         except Exception as error:
             results.put((None, error))
 
-    threading.Thread(target=body, name="hororing-torch-store", daemon=True).start()
+    library_threads.start(body, "hororing-torch-store", None)
     try:
         result, error = results.get(timeout=_ANSWER_S)
     except queue.Empty:

@@ -6,10 +6,13 @@ one that dies, and an older PyTorch: push tier, 8 s.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +21,7 @@ from unittest import mock
 
 import pytest
 import session
+import tiers
 import torch
 import torch.distributed as dist
 from rank_tensors import all_of, mine, raises
@@ -386,6 +390,51 @@ def test_ranks_without_a_launcher_meet_in_torchs_store_and_see_a_death(tmp_path:
     )  # fmt: skip
     assert done.stdout.count("lost 1\n") == 5, done.stdout + done.stderr
     assert "codes [0, 7, 0]" in done.stdout, done.stdout + done.stderr
+
+
+ENDS = """
+import sys, time, torch, torch.distributed as dist
+dist.init_process_group("hororing", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+work = dist.all_reduce(torch.ones(1), async_op=True)
+future = work.get_future().then(lambda _: time.sleep(float(sys.argv[2])))
+time.sleep(0.1)
+print("end", flush=True)
+sys.exit(int(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(0.5, 0), pytest.param(600, 3, marks=tiers.full)])
+def test_a_callback_that_runs_at_the_end_does_not_abort_the_process(
+    seconds: float, code: int, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, tmp_path / "store", str(seconds), str(code)],
+        capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (code, "end\n"), done.stderr
+
+
+@tiers.full
+def test_a_store_that_does_not_answer_is_an_error_and_no_abort() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def refuse() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        threading.Thread(target=refuse, daemon=True).start()
+        there = {
+            "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]),
+            "HORORING_TIMEOUT_S": "3",
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", "import hororing.numpy as hvd; hvd.init()"],
+            capture_output=True, text=True, timeout=150, check=False, env=os.environ | there,
+        )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "TransportError" in done.stderr
 
 
 def test_torch_finds_the_backend() -> None:

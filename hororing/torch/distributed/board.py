@@ -14,7 +14,7 @@ from collections.abc import Callable
 from time import monotonic, sleep
 from typing import Any, Final
 
-from hororing import control
+from hororing import control, library_threads
 
 # Time between two polls of the store; the announcer's grows while nothing new is sent.
 POLL_S: Final = 0.002
@@ -133,6 +133,7 @@ class _Announcer:
         self._has_new = False
         self._sleeps = False
         self._started = False
+        self._ends = False
 
     def watch(self, message: Any, board: Board, target: int, tag: int, number: int) -> None:
         """Announce `message`, which is not complete, as soon as `target` asks."""
@@ -141,9 +142,7 @@ class _Announcer:
         if self._sleeps or not self._started:
             with self._changed:
                 if not self._started:
-                    threading.Thread(
-                        target=self._run, name="hororing-torch-any-source", daemon=True
-                    ).start()
+                    library_threads.start(self._run, "hororing-torch-any-source", self._stop)
                 self._started, self._sleeps = True, False
                 self._changed.notify()
 
@@ -151,12 +150,17 @@ class _Announcer:
         """The message is complete, or given up."""
         self._waiting.pop(message, None)
 
+    def _stop(self) -> None:
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+
     def _run(self) -> None:
         period_s = POLL_S
-        while True:
+        while not self._ends:
             with self._changed:
                 self._sleeps = True  # before the check: `watch` does both in the other order
-                self._changed.wait_for(lambda: self._waiting or not self._sleeps)
+                self._changed.wait_for(lambda: self._ends or self._waiting or not self._sleeps)
                 self._sleeps = False
             period_s = POLL_S if self._has_new else min(1.2 * period_s, _SLOW_POLL_S)
             self._has_new = False

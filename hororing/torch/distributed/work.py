@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as torch_distributed
 
-from hororing import collectives
+from hororing import collectives, library_threads
 from hororing.errors import StalledError
 from hororing.torch.uncompiled import uncompiled
 
@@ -222,6 +222,7 @@ class _Completions:
         self._idle = 0
         self._looks = False
         self._seen = -1
+        self._ends = False  # the process ends: no more callbacks
 
     def watch(self, work: Work) -> None:
         """Complete `work` as soon as possible."""
@@ -237,14 +238,21 @@ class _Completions:
         if self._idle:
             self._changed.notify()
         else:
-            threading.Thread(target=self._run, name="hororing-torch", daemon=True).start()
+            library_threads.start(self._run, "hororing-torch", self._stop)
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._idle += 1
-                self._changed.wait_for(lambda: self._works and not self._looks)
+                self._changed.wait_for(lambda: self._ends or (self._works and not self._looks))
                 self._idle -= 1
+                if self._ends:
+                    return
                 self._looks = True
             ready = self._next()
             with self._changed:
@@ -252,12 +260,12 @@ class _Completions:
                 self._looks = False
                 if self._works:
                     self._need_thread()
-            while ready:
+            while ready and not self._ends:
                 ready.pop().close()
 
     def _next(self) -> list[Work]:
-        """Block until works are complete or too late, and return them."""
-        while True:
+        """Block until works are complete or too late, and return them; none at the end."""
+        while not self._ends:
             with self._changed:
                 works = list(self._works)
             now = monotonic()
@@ -268,6 +276,7 @@ class _Completions:
             else:
                 with self._changed:
                     self._changed.wait(_POLL_S)
+        return []
 
 
 completions = _Completions()
