@@ -59,6 +59,7 @@ class Job:
     host_of : names of other hosts, by rank.
     results : the ranks' answers, in the order in which their first bytes arrived.
     failed : the rank that determines the exit code, and its exit code or minus the signal.
+    remark : printed at the end of a job without failure, if it is not empty.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Job:
         self.host_of: dict[int, str] = {}
         self.results: dict[int, bytearray] = defaultdict(bytearray)
         self.failed: tuple[int, int] | None = None
+        self.remark = ""
         self._size = size
         self._output = output
         self._on_finished = on_finished
@@ -195,6 +197,8 @@ class Job:
             codes = list(self._codes.values()) if self._begun else [1]
             return conclude_asked(self.asked, codes, self._output)
         if self.failed is None:
+            if self.remark:
+                self._output.log(self.remark)
             return 0
         rank, code = self.failed
         for line in self.end_report(rank, code):

@@ -118,7 +118,17 @@ def run(what: Start, output: Output) -> Job:
         store.stop()
         if payload is not None:
             os.close(payload)
+    if size > 1 and not store.was_used and what.payload is None and _is_python(what.command[0]):
+        job.remark = (
+            f"no rank has joined the job by init(): the program ran {size} times, each time alone, "
+            "unless it communicates by other means than hororing"
+        )
     return job
+
+
+def _is_python(program: str) -> bool:
+    name = os.path.basename(program)
+    return "python" in name or name.endswith(".py")
 
 
 def run_elastic(

@@ -34,6 +34,7 @@ class Store(Server):
     port : where it listens, once it is open.
     statuses : the exit statuses that ranks have sent with DONE.
     lost : ranks whose connection ended without DONE, with an error text.
+    was_used : whether a rank has ever connected.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Store(Server):
         self._peers: dict[int, Peer] = {}
         self._exchange = Exchange(0, size, self._peers)
         self.statuses, self.lost = self._exchange.statuses, self._exchange.lost
+        self.was_used = False
 
     def note_end(self, rank: int) -> None:
         """The process of a rank has ended normally. Any thread, while the store runs.
@@ -97,6 +99,7 @@ class Store(Server):
         if self._one_start and hello.rank in self.statuses:
             raise Refusal(f"rank {hello.rank} of this job has ended", again=True)
         self._peers[hello.rank] = peer
+        self.was_used = True
         self.statuses.pop(hello.rank, None)
         if len(self._peers) == self.size:
             complete, self._when_complete = self._when_complete, lambda: None

@@ -361,6 +361,15 @@ def test_after_a_signal_ranks_have_the_time_that_schedulers_give(
     assert "rank 0 had not ended 1 s after SIGTERM and will be killed" in errors
 
 
+def test_a_job_whose_ranks_never_call_init_ends_with_a_line_that_says_so():
+    init = "import hororing.numpy as hvd; hvd.init()"
+    for size, script, told in ((2, "pass", True), (1, "pass", False), (2, init, False)):
+        done = run("-np", str(size), sys.executable, "-c", script)
+        assert done.returncode == 0
+        assert ("the program ran 2 times, each time alone" in done.stderr) is told, done.stderr
+        assert done.stderr.count("\n") == told
+
+
 @pytest.mark.parametrize(
     ("command", "code", "wanted"),
     [
