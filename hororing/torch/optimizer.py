@@ -12,6 +12,7 @@ therefore find the same infinities and skip the same steps.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -158,7 +159,8 @@ def become(
     else:
         name_of = {id(param): name for name, param in named}
         names = [name_of[id(param)] for param in params]
-        prefix = f"optimizer.{names[0]}"  # the same on every rank, whatever else a rank created
+        if first := next(iter([*names, *name_of.values()]), ""):  # groups may come later
+            prefix = f"optimizer.{first}"  # the same on every rank, whatever else a rank created
     base = type(optimizer)
     namespace = {
         "__module__": base.__module__,
@@ -171,6 +173,8 @@ def become(
     untraced: Any = torch.compiler.disable  # torch declares no type
     for method in ("step", "synchronize", "zero_grad"):
         namespace[method] = untraced(getattr(mixin, method))
+    # GradScaler passes itself if it finds a parameter of that name.
+    namespace["step"].__signature__ = inspect.signature(base.step)
     if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
         # A scheduler wrapped the step of this instance, to detect calls. Our step has the same
         # mark, and the old wrapper must not hide ours.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import mpirun
+import pytest
 import session
 import torch
 from torch import nn
@@ -236,6 +237,26 @@ def case_unscaling_before_the_step_agrees_as_well():
     scaler.update()
     assert same(before, weights(model))
     assert scaler.get_scale() == 4.0
+    hvd.shutdown()
+
+
+def case_an_optimizer_that_unscales_itself_gets_the_scaler():
+    class Unscaling(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, grad_scaler=None):
+            scale = grad_scaler.get_scale() if grad_scaler is not None else 1.0
+            for param in self.param_groups[0]["params"]:
+                param.data.sub_(param.grad / scale)
+
+    start()
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(Unscaling([param], lr=1.0), [("param", param)])
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(param.sum()).backward()
+    with pytest.warns(FutureWarning, match="passing itself"):  # torch's own
+        scaler.step(optimizer)
+    assert param.tolist() == [-1.0, -1.0]
     hvd.shutdown()
 
 
