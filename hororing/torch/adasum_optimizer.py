@@ -21,7 +21,7 @@ import torch
 
 from hororing import timeline
 from hororing.prepared import ASK, SENT
-from hororing.torch.gradient import Gradient, unexpected_pass
+from hororing.torch.gradient import Gradient, hookable, unexpected_pass
 from hororing.torch.gradient_optimizer import Distributed
 from hororing.torch.passes import collect
 from hororing.torch.reducer import Reducer
@@ -82,7 +82,7 @@ class _DeltaReducer(Reducer):
         for key, (param, gradient) in self._gradients.items():
             if not self._has(key):
                 gradient.unhook()
-            elif gradient.hook is None and param.requires_grad:
+            elif gradient.hook is None and hookable(param):
                 self._hook(param, gradient)
 
     def copies(self) -> _Before:

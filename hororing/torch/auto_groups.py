@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hororing import arguments, counters, membership
 from hororing.bucket_planning import fit_cost, propose
-from hororing.torch.gradient import Gradient
+from hororing.torch.gradient import Gradient, unfrozen
 from hororing.torch.gradient_optimizer import Distributed
 from hororing.torch.ops import synchronize
 from hororing.torch.reducer import Reducer
@@ -69,7 +69,8 @@ class AutoReducer(Reducer):
         if self._stop.alive:
             leave_uncompiled(_note)
             register: Any = param.register_post_accumulate_grad_hook  # torch declares no types
-            self._timers.append(register(partial(_note, self._fired_s, id(param))))
+            with unfrozen(param):
+                self._timers.append(register(partial(_note, self._fired_s, id(param))))
         super()._hook(param, gradient)  # the last hook may send gradients
 
     def pass_ended(self) -> None:

@@ -17,8 +17,9 @@ hooks, when its optimizer is deleted. hororing/torch/reducer.py sends and waits.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import itemgetter
 from threading import get_ident
@@ -392,6 +393,23 @@ class Gradient(PersistentAllreduce):
         if self.group is not None:
             self.group.abandon()
         self.reset()
+
+
+def hookable(param: torch.Tensor) -> bool:
+    """Return whether the parameter has gradients, or will have them once it is unfrozen."""
+    may_have = param.is_floating_point() or param.is_complex()
+    return param.requires_grad or (may_have and not param.is_inference())
+
+
+@contextlib.contextmanager
+def unfrozen(param: torch.Tensor) -> Iterator[None]:
+    """Let torch add a hook to a parameter that is frozen now."""
+    needs_gradient = param.requires_grad
+    param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        param.requires_grad_(needs_gradient)
 
 
 def zero_gradient(param: torch.Tensor) -> torch.Tensor:

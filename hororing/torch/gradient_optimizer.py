@@ -20,6 +20,7 @@ from hororing.elastic.steps import Steps
 from hororing.process_sets import global_process_set
 from hororing.reduction import Reduction, checked_passes
 from hororing.torch.gradient import describe_in_flight, process_set_changed
+from hororing.torch.passes import Phase
 from hororing.torch.reducer import Reducer
 from hororing.torch.verbs import verbs
 from hororing.torch.weighing import checked_weight
@@ -231,6 +232,13 @@ class Distributed(torch.optim.Optimizer):
             self._reduce()
         else:
             self._check_nothing_in_flight("step() inside skip_synchronize()")
+            reducer = self._reducer
+            if reducer is not None and reducer.phase in (Phase.FILLING, Phase.FAILED):
+                raise AssertionError(
+                    "optimizer: step() inside skip_synchronize() with gradients of this rank "
+                    f"alone, after {reducer.ended} of {reducer.passes} backward passes; first call "
+                    "optimizer.synchronize(), which reduces them"
+                )
         counts = self._reducer is None or not self._reducer.weighing.all_zero
         self._start_over()
         if not counts:
@@ -259,11 +267,11 @@ class Distributed(torch.optim.Optimizer):
         return result
 
     def _on_any_rank(self, what: str, here: bool) -> bool:
-        name = f"{self._settings.names[0]}.{what}"
+        name = f"{self._settings.prefix}.{what}"
         return bool(self._agree(torch.tensor(here, device="cpu"), name, arguments.Max))
 
     def _reduced_loss(self, loss: Any) -> Any:
-        name, op = f"{self._settings.names[0]}.closure_loss", self._settings.options.op
+        name, op = f"{self._settings.prefix}.closure_loss", self._settings.options.op
         weight = None if self._reducer is None else self._reducer.weighing.sent
         if isinstance(loss, float | int):
             number = torch.tensor(loss, dtype=torch.float64, device="cpu")

@@ -33,9 +33,11 @@ from hororing.torch.gradient import (
     Gradient,
     changed_in_flight,
     describe_in_flight,
+    hookable,
     process_set_changed,
     send_together,
     unexpected_pass,
+    unfrozen,
 )
 from hororing.torch.passes import Passes, Phase, collect, queue_callback
 from hororing.torch.submission import BATCH_BYTES, MIN_SHARE, Group
@@ -127,11 +129,9 @@ class Reducer(Passes):
         self._left_out: set[int] = set()
         self._newer: dict[Reducer, int] = {}
         self._reductions = 0
-        # As last seen by `follow`: the parameters; those that are not left out, with their
-        # gradients; and those of them that have no hooks.
+        # As last seen by `follow`: the parameters, and the entries that are not left out.
         self._followed: list[torch.Tensor] = []
         self._entries: list[Entry] = []
-        self._frozen: list[torch.Tensor] = []
         self._failures: list[Exception] = []  # of this step
         self._versions: list[tuple[Gradient, torch.Tensor, int]] = []  # as left by a failed pass
         self.release = weakref.finalize(optimizer, self._release)
@@ -156,8 +156,7 @@ class Reducer(Passes):
         assert optimizer is not None
         groups = optimizer.param_groups
         params = [param for group in groups for param in group["params"]]
-        same = len(params) == len(self._followed) and all(map(is_, params, self._followed))
-        if same and not any(param.requires_grad for param in self._frozen):
+        if len(params) == len(self._followed) and all(map(is_, params, self._followed)):
             return self._entries
         held: dict[int, Entry] = {}  # once, also those that a group has twice
         for number, group in enumerate(groups):
@@ -174,16 +173,11 @@ class Reducer(Passes):
         changed = [key for key in self._gradients if self._has(key) is (key in gone)]
         for key in changed:  # enter or leave
             _reducers_of.setdefault(key, set()).symmetric_difference_update({self})
-        if changed or any(
-            gradient.hook is None and param.requires_grad and key not in self._left_out
-            for key, (param, gradient) in held.items()
-        ):
-            for reducer in {self, *(other for key in changed for other in _reducers_of[key])}:
-                reducer.arrange()
+        for reducer in {other for key in changed for other in (self, *_reducers_of[key])}:
+            reducer.arrange()
         # What the optimizer no longer has is finished once more, if its hook has sent it.
         sent = [entry for key in gone if (entry := self._gradients[key])[1].state >= QUEUED]
         self._entries = [entry for key, entry in held.items() if key not in self._left_out] + sent
-        self._frozen = [param for param, gradient in self._entries if gradient.hook is None]
         self._followed = params
         return self._entries
 
@@ -211,7 +205,7 @@ class Reducer(Passes):
         for key, (param, gradient) in self._gradients.items():
             if self._reduces_in_step or key in self._left_out:
                 gradient.unhook()
-            elif gradient.hook is None and param.requires_grad:
+            elif gradient.hook is None and hookable(param):
                 self._hook(param, gradient)
         self._followed = []
 
@@ -219,7 +213,8 @@ class Reducer(Passes):
         # Backward may run inside a function that torch.compile traces.
         leave_uncompiled(type(gradient).on_gradient)
         register: Any = param.register_post_accumulate_grad_hook  # torch declares no types
-        gradient.hook = register(gradient.on_gradient)
+        with unfrozen(param):
+            gradient.hook = register(gradient.on_gradient)
         self.weighing.arrange(param, gradient)
 
     def _release(self) -> None:
@@ -233,7 +228,6 @@ class Reducer(Passes):
                 _reducers_of[key] = rivals
             others |= rivals
         self._gradients, self._names, self._entries, self._followed = {}, {}, [], []
-        self._frozen = []
         for other in others:
             other.arrange()
 

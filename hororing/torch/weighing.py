@@ -26,6 +26,7 @@ from hororing.failures import fail
 from hororing.prepared import PersistentAllreduce, new_weight, start_many
 from hororing.process_sets import ProcessSet
 from hororing.torch.adapter import DTYPES
+from hororing.torch.gradient import unfrozen
 from hororing.torch.passes import Phase
 from hororing.torch.verbs import verbs
 
@@ -99,10 +100,8 @@ class Weighing:
         adds = self.weight is not None and self._passes > 1 and gradient.hook is not None
         if adds and gradient.pre_hook is None:
             before = partial(gradient.before_gradient, weakref.ref(param))
-            needs_gradient = param.requires_grad  # torch adds no hook to a frozen parameter
-            param.requires_grad_(True)
-            gradient.pre_hook = param.register_hook(before)  # type: ignore[no-untyped-call]
-            param.requires_grad_(needs_gradient)
+            with unfrozen(param):
+                gradient.pre_hook = param.register_hook(before)  # type: ignore[no-untyped-call]
 
     def reset_passes(self) -> None:
         """Forget all passes."""

@@ -123,6 +123,49 @@ def case_frozen_parameters_may_thaw_and_freeze_again():
             assert all(param._post_accumulate_grad_hooks for param in model.parameters())
 
 
+def case_all_live_parameters_may_freeze_while_others_thaw():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    optimizer = distributed(model, plain_sgd)
+    for turn in range(4):
+        model[turn % 2].requires_grad_(False)
+        model[1 - turn % 2].requires_grad_(True)
+        optimizer.zero_grad()
+        (model(torch.ones(1, 3)) * (hvd.rank() + 1)).sum().backward()
+        assert_equal_on_all_ranks(*(param.grad for param in model[1 - turn % 2].parameters()))
+        optimizer.step()
+
+
+def case_an_optimizer_without_parameters_may_get_some_later():
+    late = nn.Linear(2, 2)
+    for named in ([], list(late.named_parameters()), None):
+        optimizer = hvd.DistributedOptimizer(plain_sgd([{"params": []}]), named)
+        optimizer.add_param_group({"params": late.parameters()})
+        (late(torch.ones(1, 2)) * (hvd.rank() + 1)).sum().backward()
+        assert_equal_on_all_ranks(late.weight.grad)
+        optimizer.step(lambda: late(torch.ones(1, 2)).sum())
+        optimizer.zero_grad()
+
+
+def case_a_step_that_skips_the_reduction_refuses_gradients_of_one_rank():
+    if hvd.size() == 1:
+        return
+    model = network()
+    optimizer = distributed(model, backward_passes_per_step=2)
+    before = copy.deepcopy(model)
+    squares(model, torch.randn(2, 5), torch.randn(2, 3)).backward()
+    with (
+        pytest.raises(AssertionError, match=r"1 of 2 backward passes; .*synchronize\(\)"),
+        optimizer.skip_synchronize(),
+    ):
+        optimizer.step()
+    assert_same(model, before, tolerance=0)
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert_equal_on_all_ranks(*model.parameters())
+
+
 def case_odd_tensors_are_parameters_too():
     class Odd(nn.Module):
         def __init__(self) -> None:
