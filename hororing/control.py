@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from hororing._core import lib
 from hororing.collectives import submit, take_numbers, wait, wait_and_go_on
+from hororing.job import begin_era
 from hororing.names import OPTIMIZER, WORLD_SET, forget_counts
 
 _BARRIER: Final = int(lib.HR_BARRIER)
@@ -29,6 +30,7 @@ def join() -> int:
     # but optimizers still have the names that they got. No call is possible until then, and Ctrl-C
     # may end this one.
     forget_counts(lambda verb, _: verb != OPTIMIZER)
+    begin_era()
     return int(wait(handle))
 
 

@@ -50,10 +50,13 @@ class Process:
     process_sets: object = None  # as `init` was given them
     timeline: str = ""  # the latest file that was asked for
     ending: bool = False  # shutdown() runs
+    era: int = 0  # number of calls of `init` and `join`, after which scripts send a state to all
     # Reentrant: signal handlers call `shutdown`.
     lock: threading.RLock = field(default_factory=threading.RLock)
     before_joining: list[Callable[[], object]] = field(default_factory=list)
     at_init: list[Callable[[], None]] = field(default_factory=list)
+    at_era: list[Callable[[], None]] = field(default_factory=list)
+    before_shutdown: list[Callable[[], None]] = field(default_factory=list)
     at_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -68,6 +71,23 @@ def before_joining(callback: Callable[[], object]) -> None:
 def at_init(callback: Callable[[], None]) -> None:
     """Call `callback` whenever an engine starts, for state that all ranks must reset."""
     process.at_init.append(callback)
+
+
+def at_era(callback: Callable[[], None]) -> None:
+    """Call `callback` whenever an engine starts, and whenever this rank joins."""
+    process.at_era.append(callback)
+
+
+def begin_era() -> None:
+    """Note that states of ranks may differ from now on, until the script sends one to all."""
+    process.era += 1
+    for callback in process.at_era:
+        callback()
+
+
+def before_shutdown(callback: Callable[[], None]) -> None:
+    """Call `callback` when an engine that has not failed is about to end."""
+    process.before_shutdown.append(callback)
 
 
 def at_shutdown(callback: Callable[[], None]) -> None:

@@ -248,6 +248,7 @@ def _run(
         if _process.topology.rank == 0:
             for log_level, note in configuration.horovod_notes():
                 logger.log(log_level, note)
+        job.begin_era()
         for callback in _process.at_init:
             callback()
     except BaseException as error:

@@ -206,6 +206,14 @@ KNOBS: tuple[Knob, ...] = (
         "system",
     ),
     Knob(
+        "CHECK_PARAMETERS",
+        BOOL,
+        True,
+        "compare the parameters of all ranks in the first training step after `init()` and after "
+        "`join()`; a difference is a MismatchError",
+        scope="all",
+    ),
+    Knob(
         "STALL_WARNING_S",
         _SECONDS,
         60.0,

@@ -89,7 +89,13 @@ class _DeltaReducer(Reducer):
         """Return copies of the parameters, each with the object for its change."""
         self.tracing = timeline.enabled()
         before: _Before = deque()
-        for param, delta in self.follow():
+        entries = self.follow()
+        if self.check.is_due:
+            self.check.send(self, self._failures)
+        self.check.receive(self._failures, self.abandon)
+        if self._failures:
+            raise self._failures.pop()
+        for param, delta in entries:
             assert isinstance(delta, _Delta)
             delta.live |= param.requires_grad
             if delta.live:
@@ -118,6 +124,7 @@ class _DeltaReducer(Reducer):
                 reduced.append((param, delta.wait()))
                 delta.reset()
         self.pending.clear()
+        self.reductions += 1
         if failures:
             raise failures[0]
         for param, change in reduced:

@@ -45,6 +45,7 @@ class Distributed(torch.optim.Optimizer):
     _reducer: Reducer | None = None  # None if this rank reduces with no other rank
     # The steps of its elastic state, if each step is a transaction of all ranks.
     _steps: Steps | None = None
+    _ranks_differ = False  # ranks may have different parameters, and nothing is wrong
     _why_no_weights = ""  # the reason, if its backward passes cannot have weights
     backward_passes_per_step: int
     _parameter_names: dict[torch.Tensor, str]
@@ -78,6 +79,7 @@ class Distributed(torch.optim.Optimizer):
             settings.prefix,
             [[params[position] for position in group] for group in settings.groups],
         )
+        self._reducer.check.is_off = self._ranks_differ
         self._parameter_names = self._reducer.names
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from hororing.arguments import Average
 from hororing.prepared import ASK, QUEUED, READY, SENT, finish_many
 from hororing.process_sets import check_member, global_process_set
 from hororing.reduction import Reduction
+from hororing.torch.first_reduction import FirstReduction
 from hororing.torch.gradient import (
     Gradient,
     changed_in_flight,
@@ -128,12 +129,13 @@ class Reducer(Passes):
         self._reduces_in_step = False
         self._left_out: set[int] = set()
         self._newer: dict[Reducer, int] = {}
-        self._reductions = 0
+        self.reductions = 0
         # As last seen by `follow`: the parameters, and the entries that are not left out.
         self._followed: list[torch.Tensor] = []
         self._entries: list[Entry] = []
         self._failures: list[Exception] = []  # of this step
         self._versions: list[tuple[Gradient, torch.Tensor, int]] = []  # as left by a failed pass
+        self.check = FirstReduction(self, optimizer)
         self.release = weakref.finalize(optimizer, self._release)
         self.release.atexit = False
         self.follow()
@@ -198,7 +200,7 @@ class Reducer(Passes):
                     self._reduces_in_step = True
                 elif other._number > self._number:
                     self._left_out.add(key)
-                    newer[other] = self._newer.get(other, other._reductions)
+                    newer[other] = self._newer.get(other, other.reductions)
         if self._reduces_in_step:
             self._left_out, newer = set(), {}
         self._newer = newer
@@ -339,6 +341,8 @@ class Reducer(Passes):
         if self.phase is Phase.SENT:
             return
         self._check_set()
+        if self.check.is_due:
+            self.check.send(self, self._failures)
         if self.weighing.used:
             self.weighing.end_passes(self.passes, hooked=not self._reduces_in_step)
         if self.queued:  # in order of arrival
@@ -379,6 +383,7 @@ class Reducer(Passes):
             if grad._version != version:
                 self._failures.append(changed_in_flight(gradient.name))
         self._versions = []
+        self.check.receive(self._failures, self.abandon)
         with torch.no_grad():
             self._wait_for(self._entries)
             if self.weighing.used or self._failures:
@@ -388,7 +393,7 @@ class Reducer(Passes):
         # An interrupt may come before everything is reset.
         self.phase = Phase.IDLE if self._failures else Phase.REDUCED
         failures, self._failures = self._failures, []
-        self._reductions += 1
+        self.reductions += 1
         if self.queued:
             self._drop_queue()
         self.reset_passes()
@@ -423,7 +428,7 @@ class Reducer(Passes):
 
     def synchronize(self) -> None:
         """Like `finish`; make sure that newer reducers have reduced shared parameters."""
-        due = [other for other, count in self._newer.items() if other._reductions == count]
+        due = [other for other, count in self._newer.items() if other.reductions == count]
         if self.phase is not Phase.REDUCED:
             due.append(self)
         for reducer in due:
@@ -435,7 +440,7 @@ class Reducer(Passes):
     def synchronized(self) -> bool:
         """Whether all gradients are reduced, and there are no newer ones."""
         return self.phase is Phase.REDUCED and all(
-            other._reductions != count for other, count in self._newer.items()
+            other.reductions != count for other, count in self._newer.items()
         )
 
     def await_device(self) -> None:
@@ -449,6 +454,11 @@ class Reducer(Passes):
         if self.phase in (Phase.IDLE, Phase.REDUCED):
             return []
         return [each.name for _, each in self._gradients.values() if each.state >= QUEUED]
+
+    @property
+    def reduced(self) -> dict[str, torch.Tensor]:
+        """The parameters whose gradients it reduces, by name."""
+        return {gradient.name: param for param, gradient in self._entries}
 
     @property
     def names(self) -> dict[torch.Tensor, str]:
@@ -471,7 +481,7 @@ class Reducer(Passes):
         self.ended = 0
         self.weighing.reset_passes()
         for other in self._newer:
-            self._newer[other] = other._reductions
+            self._newer[other] = other.reductions
         if passes is None and self.phase is Phase.IDLE:
             return
         self.passes = passes or self.passes

@@ -391,7 +391,7 @@ def case_ranks_may_join_while_others_measure() -> None:
         found_after.clear()
         for first, rest in epochs:
             step_often(model, optimizer, first if hvd.rank() == 0 else rest)
-            hvd.join()
+            hvd.broadcast_parameters(model.state_dict(), hvd.join())
             found_after.append(optimizer._groups is not None)
 
     assert assert_changes_no_bit(train) == [everything(network())]

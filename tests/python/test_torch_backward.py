@@ -14,7 +14,6 @@ from collections.abc import Callable
 import pytest
 import session
 import torch
-from configured import engine
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch_training import (
@@ -32,7 +31,7 @@ from torch_training import (
 )
 
 import hororing.torch as hvd
-from hororing.torch import DuplicateNameError, MismatchError
+from hororing.torch import MismatchError
 
 Part = Callable[[torch.Tensor], torch.Tensor]  # returns a part of a batch
 Loop = Callable[[nn.Module, list[torch.optim.Optimizer], Part], None]
@@ -458,21 +457,6 @@ def case_an_error_of_one_optimizer_leaves_the_other_one_reduced() -> None:
         assert_same_gradients(models[1], twins[1])
 
 
-def case_names_of_two_optimizers_that_meet_are_an_error_that_tells_of_them() -> None:
-    if hvd.size() == 1:
-        return
-    hvd.shutdown()
-    with engine(CYCLE_TIME_MS=10000):  # keeps requests in flight until the end of the pass
-        models = [network(), network()]
-        optimizers = [distributed(model) for model in models]
-        with pytest.raises(DuplicateNameError, match=r"(?s)two optimizers.*named_parameters"):
-            sum(model(torch.ones(2, 5)).sum() for model in models).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        hvd.barrier()
-    hvd.init()
-
-
 # ---------------------------------------------------------------------------------------------
 # Parameters of several optimizers
 
@@ -482,7 +466,7 @@ def case_the_newest_of_two_optimizers_reduces_what_they_share() -> None:
         model = network()
         twin = copy.deepcopy(model)
         old = distributed(model, op=op)  # unused, but still alive
-        new = distributed(model[2:], plain_sgd, op=op)
+        new = distributed(model[2:], plain_sgd, "new.", op=op)
         plain = plain_sgd(twin[2:].parameters())
         for inputs, targets in batches(3):
             squares(model, share(inputs), share(targets)).backward()

@@ -47,6 +47,10 @@ class Hierarchical(Averaging):
         else:
             self._form_groups()
 
+    @property
+    def _ranks_differ(self) -> bool:  # type: ignore[override]
+        return self._plan is None or self._plan.hierarchy.is_local(self.steps_done)
+
     def _join_generation(self) -> None:
         self.regroup()
 
