@@ -78,6 +78,8 @@ def _shutdown(reason: str) -> None:
         _process.ending = True
         try:
             _process.broken |= lib.hr_state_now() == lib.HR_STATE_FAILED
+            for callback in () if _process.broken else _process.before_shutdown:
+                callback()
             code = int(lib.hr_shutdown(reason.encode(), _SHUTDOWN_TIMEOUT_S))
             _process.topology = None
             if code != lib.HR_OK:
