@@ -52,7 +52,8 @@ def factors() -> np.ndarray[Any, np.dtype[np.int64]]:
         mixed ^= mixed >> np.uint64(shift)
         mixed *= np.uint64(factor)
     mixed ^= mixed >> np.uint64(31)
-    return (mixed | np.uint64(1)).astype(np.int64)
+    odd: np.ndarray[Any, np.dtype[np.int64]] = (mixed | np.uint64(1)).astype(np.int64)
+    return odd
 
 
 def digest(array: np.ndarray[Any, Any]) -> int:

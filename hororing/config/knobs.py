@@ -118,8 +118,8 @@ KNOBS: tuple[Knob, ...] = (
         "CACHE_CAPACITY",
         _COUNT,
         8192,
-        "number of tensors whose negotiation is remembered, where 32 gathered rows count as one; 0: "
-        "none",
+        "number of tensors whose negotiation is remembered, where 32 gathered rows count as one; "
+        "0: none",
         scope="all",
         aliases=(_same("HOROVOD_CACHE_CAPACITY", _COUNT),),
     ),
@@ -263,8 +263,8 @@ KNOBS: tuple[Knob, ...] = (
         "TIMEOUT_S",
         _SECONDS,
         300.0,
-        "maximum time that init may wait for other ranks, a batch of tensors for data to move (over "
-        "NCCL: for its end), and a request for ranks that give no sign of life; 0: forever",
+        "maximum time that init may wait for other ranks, a batch of tensors for data to move "
+        "(over NCCL: for its end), and a request for ranks that give no sign of life; 0: forever",
         unit="s",
     ),
     Knob(
