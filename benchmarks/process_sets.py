@@ -21,7 +21,7 @@ from turns import summary
 import hororing.numpy as hvd
 from hororing.process_sets import register
 
-DIRECT_SETS = 15  # kSlotSets in csrc/transport/shm_segment.h, minus the world
+DIRECT_SETS = 15  # kSlotSets in csrc/transport/shm/segment.h, minus the world
 
 
 def seconds(tensor: np.ndarray, process_set: hvd.ProcessSet, name: str) -> float:

@@ -28,10 +28,10 @@
 
 #include "backend/shared_memory_backend.h"
 #include "base/clock.h"
-#include "base/half.h"
-#include "base/reduce.h"
+#include "kernels/half.h"
+#include "kernels/reduce.h"
 #include "trace/trace.h"
-#include "transport/shm_transport.h"
+#include "transport/shm/shm_transport.h"
 
 namespace {
 

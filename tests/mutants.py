@@ -37,11 +37,11 @@ class Fault(NamedTuple):
 OPTIMIZER = "pytest test_torch_optimizer.py -k 3"
 
 FAULTS = [
-    Fault("the last elements of a sum are lost", "csrc/base/reduce_kernels.inc",
+    Fault("the last elements of a sum are lost", "csrc/kernels/reduce_kernels.inc",
           "sum = Combined<Op, In>(sum, BeginRest<In>(scaling, sources, source, at, left));",
           "sum = Combined<Op, In>(sum, BeginRest<In>(scaling, sources, source, at, left - 1));",
           "reduce_test"),
-    Fault("bfloat16 is cut instead of rounded", "csrc/base/half.h",
+    Fault("bfloat16 is cut instead of rounded", "csrc/kernels/half.h",
           "const Bits rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);",
           "const Bits rounded = bits;", "half_test"),
     Fault("a ring receives where it has not combined yet", "csrc/collective/ring_allreduce.cc",
@@ -90,9 +90,9 @@ FAULTS = [
     Fault("a handle is released twice", "csrc/engine/handle_table.cc",
           "if (slot == nullptr || slot->released) return false;\n  if (slot->done) {",
           "if (slot == nullptr) return false;\n  if (slot->done) {", "engine_test"),
-    Fault("a killed process is not noticed", "csrc/transport/shm_liveness.cc",
+    Fault("a killed process is not noticed", "csrc/transport/shm/liveness.cc",
           "return state.attached.load() != kDetached;", "return false;", "transport_test"),
-    Fault("shared memory stays behind", "csrc/transport/shm_segment.cc",
+    Fault("shared memory stays behind", "csrc/transport/shm/segment.cc",
           "  shm_unlink(name_.c_str());\n  close(std", "  close(std", "transport_test"),
     Fault("the timeline is not closed", "csrc/trace/writer.cc",
           "status = WriteAt(kTail, tail_);", "", "trace_test"),

@@ -30,9 +30,9 @@
 #include <vector>
 
 #include "backend/common.h"
-#include "base/copy.h"
-#include "base/reduce.h"
 #include "collective/slice_exchange.h"
+#include "kernels/copy.h"
+#include "kernels/reduce.h"
 
 namespace hororing {
 namespace {

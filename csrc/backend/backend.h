@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/reduce.h"
 #include "base/status.h"
 #include "base/types.h"
 #include "collective/algorithm.h"
+#include "kernels/reduce.h"
 
 namespace hororing {
 

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "backend/common.h"
-#include "base/copy.h"
+#include "kernels/copy.h"
 
 namespace hororing {
 

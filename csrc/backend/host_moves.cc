@@ -3,9 +3,9 @@
 #include "backend/common.h"
 #include "backend/host_backend.h"
 #include "backend/parts.h"
-#include "base/copy.h"
 #include "collective/collectives.h"
 #include "collective/segments.h"
+#include "kernels/copy.h"
 
 namespace hororing {
 namespace {

@@ -30,7 +30,7 @@
 #include "base/status.h"
 #include "collective/segments.h"
 #include "transport/factory.h"
-#include "transport/shm_transport.h"
+#include "transport/shm/shm_transport.h"
 
 namespace hororing {
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "backend/backend.h"
-#include "base/copy.h"
+#include "kernels/copy.h"
 
 namespace hororing {
 

@@ -17,7 +17,7 @@
 #include "collective/algorithm.h"
 #include "collective/allreduce.h"
 #include "transport/factory.h"
-#include "transport/shm_transport.h"
+#include "transport/shm/shm_transport.h"
 
 namespace hororing {
 

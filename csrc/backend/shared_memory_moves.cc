@@ -6,8 +6,8 @@
 #include "backend/common.h"
 #include "backend/scatter_pipeline.h"
 #include "backend/shared_memory_backend.h"
-#include "base/copy.h"
 #include "collective/segments.h"
+#include "kernels/copy.h"
 
 namespace hororing {
 

@@ -7,9 +7,9 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/recorder.h"
-#include "base/reduce.h"
 #include "capi/hororing.h"
 #include "capi/process.h"
+#include "kernels/reduce.h"
 #include "transport/factory.h"
 
 using namespace hororing;

@@ -14,9 +14,9 @@
 
 #include "base/clock.h"
 #include "base/log.h"
-#include "base/reduce.h"
 #include "capi/hororing.h"
 #include "engine/engine.h"
+#include "kernels/reduce.h"
 #include "transport/bootstrap.h"
 #include "transport/factory.h"
 

@@ -4,8 +4,8 @@
 #include <memory>
 #include <string>
 
-#include "base/reduce.h"
 #include "collective/allreduce.h"
+#include "kernels/reduce.h"
 #include "negotiation/validate.h"
 
 namespace hororing {

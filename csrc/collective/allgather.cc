@@ -25,9 +25,9 @@
 
 #include <vector>
 
-#include "base/copy.h"
 #include "collective/collectives.h"
 #include "collective/segments.h"
+#include "kernels/copy.h"
 
 namespace hororing {
 namespace {

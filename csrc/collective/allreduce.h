@@ -17,11 +17,11 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/reduce.h"
 #include "base/status.h"
 #include "collective/algorithm.h"
 #include "collective/collectives.h"
 #include "collective/layout.h"
+#include "kernels/reduce.h"
 #include "transport/subgroup.h"
 #include "transport/transport.h"
 

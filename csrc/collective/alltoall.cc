@@ -29,9 +29,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "base/copy.h"
 #include "collective/collectives.h"
 #include "collective/segments.h"
+#include "kernels/copy.h"
 
 namespace hororing {
 namespace {

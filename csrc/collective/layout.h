@@ -5,8 +5,8 @@
 //   begins at byte 0                | begins at a cache line    | begins at a cache line
 //
 // The algorithms cut buffers into parts and messages by bytes and know nothing of types. A message
-// may hold parts of several runs. The partial results (base/reduce.h) of the runs are contiguous,
-// in the order of the buffer.
+// may hold parts of several runs. The partial results (kernels/reduce.h) of the runs are
+// contiguous, in the order of the buffer.
 //
 // Thread-safety: as a container of the standard library.
 #pragma once
@@ -15,8 +15,8 @@
 #include <cstddef>
 #include <vector>
 
-#include "base/reduce.h"
 #include "collective/segments.h"
+#include "kernels/reduce.h"
 
 namespace hororing {
 
@@ -31,7 +31,7 @@ class Layout {
 
   size_t bytes() const { return bytes_; }
   size_t partial_bytes() const { return partial_bytes_; }
-  // Whether any part needs a wide accumulator (base/reduce.h).
+  // Whether any part needs a wide accumulator (kernels/reduce.h).
   bool wide() const { return wide_; }
   // The largest ratio of an element's size as a partial result to its own size.
   size_t widening() const;
@@ -77,8 +77,8 @@ class Layout {
 // An allreduce of one rank: only applies the factors. May be in place.
 void ReduceAlone(const Layout& layout, std::byte* result, const std::byte* source);
 
-// The steps of base/reduce.h for the runs in `span`. All pointers are to the beginning of the span,
-// or of its partial results.
+// The steps of kernels/reduce.h for the runs in `span`. All pointers are to the beginning of the
+// span, or of its partial results.
 void StartPartial(const Layout& layout, const Span& span, std::byte* partial,
                   const std::byte* source);
 void CombinePartials(const Layout& layout, const Span& span, std::byte* accumulator,

@@ -1,7 +1,7 @@
 // SliceExchange: allreduces of slices among one rank of every host, with several in flight. It is
 // the part of an allreduce over several hosts that uses the wire, and never blocks.
 //
-// A rank contributes the sum of its host, as partial results (base/reduce.h). The result is
+// A rank contributes the sum of its host, as partial results (kernels/reduce.h). The result is
 // finished: divided, scaled and rounded once. Hosts are summed in order, so the bits depend neither
 // on how the data is cut nor on timing.
 //
@@ -26,9 +26,9 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/reduce.h"
 #include "collective/allreduce.h"
 #include "collective/segments.h"
+#include "kernels/reduce.h"
 #include "transport/transport.h"
 
 namespace hororing {

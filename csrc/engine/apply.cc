@@ -5,9 +5,9 @@
 
 #include "base/log.h"
 #include "base/recorder.h"
-#include "base/reduce.h"
 #include "engine/backends.h"
 #include "engine/loop.h"
+#include "kernels/reduce.h"
 #include "transport/subgroup.h"
 
 namespace hororing {

@@ -5,7 +5,7 @@
 
 #include "backend/host_backend.h"
 #include "backend/shared_memory_backend.h"
-#include "transport/shm_transport.h"
+#include "transport/shm/shm_transport.h"
 
 namespace hororing {
 std::vector<std::unique_ptr<Backend>> MakeBackends(const BackendOptions& options,

@@ -12,9 +12,9 @@
 #include "base/arithmetic.h"
 #include "base/log.h"
 #include "base/recorder.h"
-#include "base/reduce.h"
 #include "engine/handshake.h"
 #include "engine/loop.h"
+#include "kernels/reduce.h"
 
 namespace hororing {
 namespace {

@@ -29,7 +29,7 @@
 #include "base/status.h"
 #include "engine/shared.h"
 #include "transport/factory.h"
-#include "transport/one_shot_exchange.h"
+#include "transport/shm/one_shot_exchange.h"
 
 namespace hororing {
 
@@ -60,7 +60,7 @@ class Engine {
   Status Submit(std::unique_ptr<TensorEntry>* entry, bool blocking, int64_t* handle, uint64_t* id);
   // See TensorTable.
   size_t Start(const Restart* restarts, const uintptr_t* addresses, size_t count, int64_t* handles);
-  // Sums the tensor through the one-shot exchange of all ranks (transport/one_shot_exchange.h),
+  // Sums the tensor through the one-shot exchange of all ranks (transport/shm/one_shot_exchange.h),
   // without the loop, for a caller that would wait. True: `handle` is complete, with the bits that
   // the loop would have computed. False: nothing has happened and the caller must submit it,
   // because the ranks did not call at the same time, or this rank has a request in flight.

@@ -20,8 +20,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "base/reduce.h"
 #include "base/types.h"
+#include "kernels/reduce.h"
 
 namespace hororing {
 

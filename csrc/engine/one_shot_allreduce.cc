@@ -10,8 +10,8 @@
 
 #include "base/arithmetic.h"
 #include "base/recorder.h"
-#include "base/reduce.h"
 #include "engine/engine.h"
+#include "kernels/reduce.h"
 #include "negotiation/codec.h"
 
 namespace hororing {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "backend/common.h"
-#include "base/half.h"
+#include "kernels/half.h"
 
 namespace hororing {
 namespace {

@@ -4,9 +4,9 @@
 #include <cstring>
 #include <vector>
 
-#include "base/half.h"
 #include "base/log.h"
 #include "collective/collectives.h"
+#include "kernels/half.h"
 
 namespace hororing {
 namespace {

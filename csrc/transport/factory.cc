@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "transport/routed_transport.h"
-#include "transport/shm_transport.h"
+#include "transport/shm/shm_transport.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/socket.h"
 #include "transport/tcp/tcp_transport.h"

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/shm_transport.h"
+#include "transport/shm/shm_transport.h"
 #include "transport/transfers.h"
 #include "transport/transport.h"
 

@@ -17,11 +17,11 @@
 #include "backend/host_backend.h"
 #include "backend/shared_memory_backend.h"
 #include "base/clock.h"
-#include "base/reduce.h"
 #include "check.h"
+#include "kernels/reduce.h"
 #include "trace/trace.h"
 #include "transport/factory.h"
-#include "transport/shm_transport.h"
+#include "transport/shm/shm_transport.h"
 
 namespace hororing {
 

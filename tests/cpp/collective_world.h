@@ -14,10 +14,10 @@
 #include <utility>
 #include <vector>
 
-#include "base/half.h"
-#include "base/reduce.h"
 #include "check.h"
 #include "faulty_transport.h"
+#include "kernels/half.h"
+#include "kernels/reduce.h"
 #include "queue_transport.h"
 #include "world.h"
 

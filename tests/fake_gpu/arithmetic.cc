@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "base/half.h"
+#include "kernels/half.h"
 
 namespace fake_gpu {
 

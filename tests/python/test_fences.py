@@ -19,10 +19,11 @@ PACKAGE = sorted((ROOT / "hororing").rglob("*.py"))
 FOLDERS = {
     "base": set(),
     "trace": {"base"},
-    "transport": {"base"},
-    "collective": {"base", "transport"},
-    "backend": {"base", "transport", "collective", "trace"},
-    "gpu": {"base", "transport", "collective", "trace", "backend"},
+    "kernels": {"base"},
+    "transport": {"base", "kernels"},
+    "collective": {"base", "kernels", "transport"},
+    "backend": {"base", "kernels", "transport", "collective", "trace"},
+    "gpu": {"base", "kernels", "transport", "collective", "trace", "backend"},
     "negotiation": {"base", "transport", "trace"},
 }
 FOLDERS["engine"] = set(FOLDERS)
@@ -239,7 +240,7 @@ def test_the_toolkit_uses_public_names(part: str):
 def test_feature_conditionals_are_in_factories():
     processor = r"^#if defined\(__(x86_64|aarch64)__\)$"  # for the pause instruction, for example
     for file in CORE:
-        if file.name in {"factory.cc", "hororing.h"} or file.parent.name == "base":
-            continue  # base chooses kernels, the C header serves two languages
+        if file.name in {"factory.cc", "hororing.h"} or file.parent.name in {"base", "kernels"}:
+            continue  # kernels are chosen there, the C header serves two languages
         for line in re.findall(r"^#\s*if.*$", file.read_text(), flags=re.MULTILINE):
             assert re.match(processor, line) or "HORORING_VERSION" in line, f"{file}: {line}"

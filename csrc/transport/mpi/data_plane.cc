@@ -9,7 +9,7 @@
 //   caller's memory -> staging -> MPI_Isend ~~~> MPI_Irecv -> staging -> caller's memory
 #include <algorithm>
 
-#include "base/copy.h"
+#include "kernels/copy.h"
 #include "transport/mpi/failure.h"
 #include "transport/mpi/mpi_transport.h"
 

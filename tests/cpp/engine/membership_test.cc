@@ -8,9 +8,9 @@
 #include <thread>
 #include <vector>
 
-#include "base/reduce.h"
 #include "check.h"
 #include "engine_world.h"
+#include "kernels/reduce.h"
 #include "negotiation/codec.h"
 #include "negotiation/coordinator.h"
 

@@ -1,6 +1,6 @@
 // The one-shot exchange: all ranks agree on whether it has succeeded, even if one comes late, or
 // never, or with another request; and the engine's sums have the same bits as through the loop.
-#include "transport/one_shot_exchange.h"
+#include "transport/shm/one_shot_exchange.h"
 
 #include <algorithm>
 #include <array>
@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "base/arithmetic.h"
-#include "base/reduce.h"
 #include "check.h"
 #include "engine_world.h"
-#include "transport/shm_segment.h"
+#include "kernels/reduce.h"
+#include "transport/shm/segment.h"
 #include "world.h"
 
 using namespace hororing;

@@ -1,5 +1,5 @@
 // Copies between any positions of source and target in their pages.
-#include "base/copy.h"
+#include "kernels/copy.h"
 
 #include <cstdint>
 #include <memory>

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "base/half.h"
-#include "base/reduce.h"
 #include "check.h"
+#include "kernels/half.h"
+#include "kernels/reduce.h"
 
 namespace hororing {
 namespace {

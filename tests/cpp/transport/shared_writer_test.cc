@@ -1,5 +1,5 @@
 // Copies for other cores: all bytes arrive, and the policy chooses the faster kind of stores.
-#include "base/shared_writer.h"
+#include "kernels/shared_writer.h"
 
 #include <algorithm>
 #include <atomic>

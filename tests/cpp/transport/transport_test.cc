@@ -18,8 +18,8 @@
 #include "check.h"
 #include "faulty_transport.h"
 #include "transport/factory.h"
-#include "transport/shm_segment.h"
-#include "transport/shm_transport.h"
+#include "transport/shm/segment.h"
+#include "transport/shm/shm_transport.h"
 #include "transport_conformance.h"
 #include "world.h"
 

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "base/half.h"
-#include "base/reduce_kernels.h"
+#include "kernels/half.h"
+#include "kernels/reduce_kernels.h"
 
 namespace hororing {
 namespace {
@@ -34,7 +34,7 @@ inline Shorts Narrow(Bits bits) {
 }  // namespace
 }  // namespace hororing
 
-#include "base/reduce_kernels.inc"
+#include "kernels/reduce_kernels.inc"
 
 namespace hororing {
 

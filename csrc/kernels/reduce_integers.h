@@ -5,8 +5,8 @@
 
 #include <cstddef>
 
-#include "base/reduce_kernels.h"
 #include "base/types.h"
+#include "kernels/reduce_kernels.h"
 
 namespace hororing {
 

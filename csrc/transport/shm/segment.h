@@ -71,7 +71,7 @@ class ShmSegment {
     size_t control_pipe_bytes = 0;   // a power of two, per ordered pair
     size_t data_pipe_bytes = 0;      // a power of two, per ordered pair
     size_t slot_bytes = 0;           // per rank: blocks of the pipelines
-    size_t exchange_bytes = 0;       // of each rank (transport/one_shot_exchange.h)
+    size_t exchange_bytes = 0;       // of each rank (transport/shm/one_shot_exchange.h)
     static Geometry For(int ranks);  // below 64 MiB in total for up to 64 ranks
     // For the ranks of one of several hosts, whose data goes over MPI or TCP. `most` is the number
     // of ranks on the largest host: slots have the same size on all hosts.

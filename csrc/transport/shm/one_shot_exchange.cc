@@ -1,10 +1,10 @@
-#include "transport/one_shot_exchange.h"
+#include "transport/shm/one_shot_exchange.h"
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
-#include "base/copy.h"
+#include "kernels/copy.h"
 
 namespace hororing {
 namespace {

@@ -1,4 +1,4 @@
-#include "base/copy.h"
+#include "kernels/copy.h"
 
 #include <cstdint>
 #include <cstring>

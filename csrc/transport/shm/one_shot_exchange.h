@@ -28,7 +28,7 @@
 
 #include "base/clock.h"
 #include "transport/polling.h"
-#include "transport/shm_segment.h"
+#include "transport/shm/segment.h"
 
 namespace hororing {
 

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "base/half.h"
-#include "base/reduce_kernels.h"
+#include "kernels/half.h"
+#include "kernels/reduce_kernels.h"
 
 namespace hororing {
 namespace {
@@ -22,7 +22,7 @@ inline Shorts HalfsFromFloats(Floats floats) { return Narrow(HalfBitsFromFloat<B
 }  // namespace
 }  // namespace hororing
 
-#include "base/reduce_kernels.inc"
+#include "kernels/reduce_kernels.inc"
 
 namespace hororing {
 

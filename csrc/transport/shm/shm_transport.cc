@@ -1,4 +1,4 @@
-#include "transport/shm_transport.h"
+#include "transport/shm/shm_transport.h"
 
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <climits>
 
-#include "base/copy.h"
+#include "kernels/copy.h"
 #include "transport/polling.h"
 
 namespace hororing {

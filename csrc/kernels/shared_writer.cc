@@ -1,12 +1,12 @@
-#include "base/shared_writer.h"
+#include "kernels/shared_writer.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <utility>
 
-#include "base/copy.h"
 #include "base/types.h"
+#include "kernels/copy.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>

@@ -1,4 +1,4 @@
-#include "base/reduce.h"
+#include "kernels/reduce.h"
 
 #include <atomic>
 #include <cmath>
@@ -10,9 +10,9 @@
 #include <cpuid.h>
 #endif
 
-#include "base/half.h"
-#include "base/reduce_integers.h"
-#include "base/reduce_kernels.h"
+#include "kernels/half.h"
+#include "kernels/reduce_integers.h"
+#include "kernels/reduce_kernels.h"
 
 namespace hororing {
 namespace {

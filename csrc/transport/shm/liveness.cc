@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "base/process.h"
-#include "transport/shm_transport.h"
+#include "transport/shm/shm_transport.h"
 
 namespace hororing {
 namespace {

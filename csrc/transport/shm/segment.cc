@@ -1,4 +1,4 @@
-#include "transport/shm_segment.h"
+#include "transport/shm/segment.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -16,7 +16,7 @@
 #include <utility>
 
 #include "base/types.h"
-#include "transport/one_shot_exchange.h"
+#include "transport/shm/one_shot_exchange.h"
 
 namespace hororing {
 namespace {

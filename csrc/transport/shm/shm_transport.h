@@ -15,11 +15,11 @@
 #include <string>
 #include <vector>
 
-#include "base/shared_writer.h"
+#include "kernels/shared_writer.h"
 #include "transport/long_wait.h"
-#include "transport/one_shot_exchange.h"
 #include "transport/polling.h"
-#include "transport/shm_segment.h"
+#include "transport/shm/one_shot_exchange.h"
+#include "transport/shm/segment.h"
 #include "transport/transfers.h"
 #include "transport/transport.h"
 

@@ -1,4 +1,4 @@
-#include "base/reduce_integers.h"
+#include "kernels/reduce_integers.h"
 
 #include <algorithm>
 #include <cstdint>
