@@ -171,6 +171,8 @@ class ElasticStore(Server):
             return await super()._serve_member(peer)
         uid = peer.hello.uid
         while await peer.reader.read(protocol.FIRST_BYTES) and self._beats.get(uid) is peer:
+            if uid in self._refused:
+                continue
             if uid not in self._beating:
                 self._beating.add(uid)
                 peer.send(self._over + self._updated)

@@ -245,9 +245,11 @@ class Generations:
         return events
 
     def _part(self, process: _Process, rank: int) -> list[Event]:
-        """Note that `process` does not reach a rank of its generation."""
+        """Note that `process` does not reach a rank of its generation, unless that is lost."""
         assert self.world is not None
         other = self.world.members[rank]
+        if other.uid not in self._processes:
+            return []
         places = frozenset((process.host, other.host))
         if len(places) == 1:
             places = frozenset((process.uid, other.uid))
@@ -266,6 +268,11 @@ class Generations:
         """Remove a process that closed its connection unexpectedly, or counts as dead."""
         process = self._processes.pop(uid)
         events: list[Event] = [Lost(uid, process.host, process.pid, process.rank, why)]
+        # That explains why others could not reach it.
+        here = (
+            {uid} if any(each.host == process.host for each in self._all()) else {uid, process.host}
+        )
+        self._apart = {pair for pair in self._apart if pair.isdisjoint(here)}
         if process.rank >= 0 and not process.ready:
             events += self._break(process.rank, f"{_name(process)} is lost: {why}")
         return events + self._form()

@@ -216,7 +216,12 @@ def test_a_newcomer_with_other_settings_is_told_the_difference_and_nobody_else_a
         assert wait_for(events, Lost).refused
         with pytest.raises(RefusedError):
             newcomer.next_world(0, 0, False, Findings("HORORING_GPU=auto"))
+        newcomer.beats.send(b"\1")
+        newcomer.done()
         newcomer.close()
+        while newcomer.uid in store._peers:
+            time.sleep(0.005)
+        assert newcomer.uid not in store._last_beat
         first.beats.settimeout(0.05)
         with pytest.raises(TimeoutError):
             first.beats.recv(1)

@@ -275,6 +275,20 @@ def test_of_two_hosts_that_do_not_reach_one_another_the_newcomer_waits():
     assert job.heal(frozenset("bc")) == [Updated(4 - 1, ADDED)]
 
 
+@pytest.mark.parametrize("first", ["lost", "told"])
+def test_a_host_that_is_lost_is_not_left_out_when_it_returns(first: str):
+    job = Generations(2, 1, 2)
+    came(job, "x", host="a")
+    came(job, "y", host="b")
+    if first == "lost":
+        job.lost("y", "its connection closed")
+    events = apart(job, "x", 1)
+    if first == "told":
+        events = job.lost("y", "its connection closed")
+    assert uids(events) == ["x"]
+    assert Updated(2, ADDED) in came(job, "new", host="b")
+
+
 def test_the_host_with_most_broken_pairs_is_left_out_while_enough_remain():
     job = Generations(4, 3, 4)
     for uid in "abcd":
