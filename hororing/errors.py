@@ -38,8 +38,15 @@ HorovodInternalError = HororingInternalError
 class MismatchError(HororingInternalError, ValueError):
     """Ranks disagree about one tensor; the text lists their values. The job continues.
 
-    A defect of the script, so elastic training does not retry it.
+    A defect of the script, so elastic training does not retry it, except without a rank that has
+    just joined.
+
+    Attributes
+    ----------
+    rank : the first rank that differs from the first one; -1 if unknown.
     """
+
+    rank: int = -1
 
 
 class UnsupportedOpError(HororingInternalError, ValueError):
@@ -160,4 +167,7 @@ def error_for(code: int, text: str, rank: int = -1) -> Exception:
         return PeerLostError(text, rank)
     if code not in _CLASSES:
         return HororingInternalError(f"{text} (unknown code {code} of the core)")
-    return _CLASSES[code](text)
+    error = _CLASSES[code](text)
+    if isinstance(error, MismatchError):
+        error.rank = rank
+    return error

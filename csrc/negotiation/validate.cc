@@ -107,14 +107,16 @@ std::vector<Check> ChecksOfRequest(const Request& first) {
 Status Compare(const std::vector<const Request*>& requests, const std::vector<int>& ranks,
                const Check& check) {
   const std::string reference = check.value(*requests[0]);
-  const bool equal = std::all_of(requests.begin() + 1, requests.end(), [&](const Request* request) {
-    return check.value(*request) == reference;
+  const auto other = std::find_if(requests.begin(), requests.end(), [&](const Request* request) {
+    return check.value(*request) != reference;
   });
-  if (equal) return Status::Ok();
+  if (other == requests.end()) return Status::Ok();
   const std::string values =
       GroupedByRank(ranks, [&](size_t i) { return check.value(*requests[i]); });
-  return Status(Code::kMismatch, requests[0]->Title() + " (NEGOTIATE): " + check.what +
-                                     " differ: " + values + ". " + check.remedy);
+  return Status(Code::kMismatch,
+                requests[0]->Title() + " (NEGOTIATE): " + check.what + " differ: " + values + ". " +
+                    check.remedy,
+                ranks[static_cast<size_t>(other - requests.begin())]);
 }
 
 // A cheap exact comparison, so that the texts above are made only for a difference.

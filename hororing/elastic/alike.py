@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import hororing.numpy as hvd
-from hororing import job, runtime
+from hororing import job, membership, runtime
 from hororing.errors import MismatchError
 
 _NAMED: Final = 3  # differences in an error text
@@ -69,6 +69,21 @@ def check(parts: Mapping[str, str], digests: Sequence[int], settled: Sequence[bo
         runtime.shutdown()  # as the others do: a generation that ends, not one that fails
         raise MismatchError(f"elastic: {mine}")
     raise MisfitsFound(misfits)
+
+
+def misfits_of(error: Exception | None) -> dict[int, str]:
+    """Return the rank that has just joined a trained job and differs, with the text of `error`.
+
+    {}: there is none, or it is this rank.
+    """
+    if not (isinstance(error, MismatchError) and error.rank >= 0 and membership.is_elastic()):
+        return {}
+    *before, world = membership.history()
+    uid = world.members[error.rank].uid
+    known = any(uid == each.uid for earlier in before for each in earlier.members)
+    if known or world.generation == 1 or error.rank == job.rank():
+        return {}
+    return {error.rank: str(error)}
 
 
 def _different(all_parts: Sequence[Mapping[str, str]]) -> list[str]:

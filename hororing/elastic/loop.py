@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from hororing import job, membership, names, runtime
-from hororing.elastic.alike import MisfitsFound
+from hororing.elastic.alike import MisfitsFound, misfits_of
 from hororing.elastic.state import RedistributeSamples
 from hororing.errors import HororingInternalError, HostsUpdatedInterrupt
 
@@ -41,7 +41,8 @@ def run(func: Train) -> Train:
     ------
     HororingInternalError : the job is not elastic (docs/elastic.md), or cannot be formed again.
     ValueError : errors of hororing that are ValueErrors, such as MismatchError, propagate, because
-        continuing would not help. So do all exceptions of `func`.
+        continuing would not help; unless the rank that differs has just joined, which then raises
+        it alone. So do all exceptions of `func`.
     """
     return run_fn(func, reset)
 
@@ -73,14 +74,16 @@ def run_fn(func: Train, reset: Callable[[], None], convert: ConvertError = lambd
                     failed = False
                 except Exception as error:
                     failure = convert(error)
-                    if not isinstance(failure, HororingInternalError) or isinstance(
-                        failure, ValueError
+                    misfits = misfits_of(failure)
+                    if not isinstance(failure, HororingInternalError) or (
+                        isinstance(failure, ValueError) and not misfits
                     ):
                         raise
                     if not membership.is_elastic():
                         failure.args = (f"{failure}{_NOT_ELASTIC}", *failure.args[1:])
                         raise failure from (None if failure is error else error)
                     del failure  # its traceback holds what `func` has made, such as optimizers
+                    membership.exclude(misfits)
                     state._fall_back()
                     failed = needs_sync = True
                 membership.set_progress(*state._progress())

@@ -78,6 +78,20 @@ def test_a_newcomer_whose_state_has_another_form_raises_and_the_others_go_on(tmp
         assert steps == steps[:1] * 3
 
 
+def test_a_newcomer_that_trains_with_another_shape_raises_and_the_others_go_on(tmp_path: Path):
+    stop = tmp_path / "stop"
+    script = STATE.replace("int)", "int).reshape([1] * int(os.environ.get('DIMENSIONS', 1)))")
+    with ElasticJob(np=2, max_np=3) as job:
+        job.begin(2, str(stop), script=script)
+        newcomer = job.start(str(stop), script=script, DIMENSIONS="2")
+        assert job.ranks[newcomer].wait(DEADLINE_S) == 1
+        job.wait(lambda: all(job.started(each, 3) for each in (0, 1)))
+        assert "shapes differ" in job.lines[newcomer][-1]
+        assert [each.pid for each in job.lost()] == [job.ranks[newcomer].pid]
+        stop.touch()
+        job.ends(0, 1)
+
+
 def test_states_that_differ_from_the_start_are_an_error_on_every_rank(tmp_path: Path):
     with ElasticJob(np=2) as job:
         first = job.start(str(tmp_path / "stop"), script=STATE)

@@ -291,6 +291,7 @@ TEST(a_mismatch_names_the_tensor_and_groups_values_by_rank) {
   const Request good = Allreduce("layer3.weight", {256, 128});
   const Request bad = Allreduce("layer3.weight", {256, 64});
   const Status status = Validate({&good, &good, &bad, &good}, {0, 1, 2, 3});
+  CHECK_EQ(status.rank(), 2);
   CHECK(status.code() == Code::kMismatch);
   CHECK(Contains(status.message(),
                  "allreduce 'layer3.weight' (NEGOTIATE): shapes differ: ranks 0,1,3: [256, 128]; "
