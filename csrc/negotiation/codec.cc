@@ -114,6 +114,7 @@ class Reader {
     uint64_t count = 0, first = 0;
     for (Run(count); count > 0; Run(count)) {
       Unsigned(first);
+      if (ids.size() + count > kMostIds) Fail();
       for (uint64_t i = 0; i < count && ok_; ++i) ids.push_back(first + i);
     }
   }

@@ -20,9 +20,9 @@ enum class SetScope : int32_t {
   kMembersOnly = 2,  // internal; only its members report it, under a name made of their ranks
 };
 
-// The largest number of consecutive cache ids that a message names as one run, so that a malformed
-// one cannot make us allocate much more memory than its own length.
-constexpr uint64_t kLongestRun = 1 << 16;
+// The largest number of consecutive cache ids that a message names as one run, and of all ids in
+// it, so that a short malformed one cannot make us allocate more than 32 MiB.
+constexpr uint64_t kLongestRun = 1 << 16, kMostIds = 1 << 22;
 
 // The process set of all ranks.
 constexpr int32_t kWorldSet = 0;

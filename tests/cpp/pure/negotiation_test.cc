@@ -757,6 +757,12 @@ TEST(runs_that_no_message_may_have_are_refused) {
   longer = whole;
   longer.replace(place, 1, "\x81\x80\x04");
   CHECK(!Decode(longer, &ignored));
+  longer = whole;
+  for (int runs = 0; runs < 64; ++runs) longer.insert(place, "\x80\x80\x04\7");
+  CHECK(!Decode(longer, &ignored));  // one too many
+  CHECK(ignored.cached.size() <= kMostIds);
+  longer.erase(place, 4);
+  CHECK(Decode(longer, &ignored));
 }
 
 TEST(truncated_and_random_messages_are_refused_not_trusted) {
