@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
+from hororing import threads
 from hororing._core import ffi, lib
 from hororing._tensors import PlainTensors
 from hororing.arguments import Sum
@@ -262,7 +263,7 @@ def wait_and_go_on(handle: int, go_on: Callable[[Any], T]) -> T:
     try:
         result = wait(handle)
     except KeyboardInterrupt:
-        threading.Thread(target=_go_on_later, args=(handle, go_on), daemon=True).start()
+        threads.start(threading.Thread(target=_go_on_later, args=(handle, go_on), daemon=True))
         raise
     return go_on(result)
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from typing import Any
 
+from hororing import threads
 from hororing._core import ffi, lib
 
 logger = logging.getLogger("hororing")
@@ -80,8 +81,9 @@ class Forwarder:
         if self._thread is None or not self._thread.is_alive():
             lib.hr_log_open()
             # Daemon: it must not keep the interpreter from ending.
-            self._thread = threading.Thread(target=self._run, name="hororing-log", daemon=True)
-            self._thread.start()
+            self._thread = threads.start(
+                threading.Thread(target=self._run, name="hororing-log", daemon=True)
+            )
 
     def set_rank(self, rank: int | None) -> None:
         """Set the rank that lines name from now on; None if it is not known."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import Any
 
-from hororing import bootstrap, errors, launch
+from hororing import bootstrap, errors, failures, launch
 from hororing._core import ffi, lib
 from hororing.job import process as _process
 from hororing.launch import Launch
@@ -170,6 +170,7 @@ def _next(
     # If this process's own link is cut, it must learn that when the store does.
     timeout_ms = int(settings["PEER_TIMEOUT_S"] * 1000)
     member.beats.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
-    lib.hr_membership_begin(member.beats.fileno(), settings["PEER_TIMEOUT_S"] / _BEATS)
+    beat_s = settings["PEER_TIMEOUT_S"] / _BEATS
+    failures.check(lib.hr_membership_begin(member.beats.fileno(), beat_s))
     member.at_close.append(lib.hr_membership_end)
     return member, member.next_world(_own.step, _own.marks, False, found)

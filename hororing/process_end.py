@@ -30,7 +30,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hororing import job
+from hororing import job, threads
 from hororing._core import lib
 from hororing.errors import HororingInternalError, HostsUpdatedInterrupt, ShutDownError
 from hororing.failures import last_error
@@ -245,3 +245,6 @@ def leave_at_once(code: int) -> NoReturn:
 def _mpi4py_would_finalize() -> bool:
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+
+
+threads.at_process_end(note_exit_codes, lambda: leave_at_once(exit_code()))

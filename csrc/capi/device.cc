@@ -36,14 +36,15 @@ std::string DescribeCuda(const std::string& library) {
 
 }  // namespace
 
-HR_EXPORT int hr_wait_in_stream(int64_t handle, uintptr_t stream) {
+HR_EXPORT int hr_wait_in_stream(int64_t handle, uintptr_t stream) try {
   if (InForkedChild()) return Remember(NotInitialized());
   const std::shared_ptr<const DeviceEvent> done_event = Handles()->DoneEvent(handle);
   return done_event == nullptr ? static_cast<int>(HR_OK)
                                : Remember(done_event->StreamWait(StreamOf(stream)));
 }
+HR_OR(Caught())
 
-HR_EXPORT int hr_landed(int64_t handle) {
+HR_EXPORT int hr_landed(int64_t handle) try {
   if (InForkedChild()) return -Remember(NotInitialized());
   const std::shared_ptr<HandleTable> handles = Handles();
   if (handles->Poll(handle) == HandleState::kPending) return 0;
@@ -52,13 +53,16 @@ HR_EXPORT int hr_landed(int64_t handle) {
   // A device that does not answer no longer uses memory.
   return done_event == nullptr || !done_event->Poll(&reached).ok() || reached;
 }
+HR_OR(-Caught())
 
-HR_EXPORT int hr_result_rows(int64_t handle, int32_t index, int64_t* rows) {
+HR_EXPORT int hr_result_rows(int64_t handle, int32_t index, int64_t* rows) try {
   if (InForkedChild()) return Remember(NotInitialized());
   return Remember(Handles()->Rows(handle, static_cast<size_t>(index), rows));
 }
+HR_OR(Caught())
 
-HR_EXPORT int hr_move_result(int64_t handle, int32_t index, uintptr_t memory, uintptr_t stream) {
+HR_EXPORT int hr_move_result(int64_t handle, int32_t index, uintptr_t memory,
+                             uintptr_t stream) try {
   const int waits = hr_wait_in_stream(handle, stream);
   if (waits != HR_OK) return waits;
   ResultBuffer gathered;
@@ -67,23 +71,26 @@ HR_EXPORT int hr_move_result(int64_t handle, int32_t index, uintptr_t memory, ui
   return Remember(gathered.on_device()->MoveTo(reinterpret_cast<void*>(memory), gathered.bytes(),
                                                StreamOf(stream)));
 }
+HR_OR(Caught())
 
-HR_EXPORT int hr_use_device(int32_t ordinal) {
+HR_EXPORT int hr_use_device(int32_t ordinal) try {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return Remember(NotInitialized());
   std::shared_ptr<Device> device;
   if (!engine->devices().Exist()) return HR_OK;
   return Remember(engine->devices().Use(ordinal, &device));
 }
+HR_OR(Caught())
 
-HR_EXPORT int32_t hr_nccl_version(const char* nccl_libraries) {
+HR_EXPORT int32_t hr_nccl_version(const char* nccl_libraries) try {
   NcclApi nccl;
   Remember(NcclApi::Load(nccl_libraries, &nccl));
   return nccl.version;
 }
+HR_OR((Caught(), 0))
 
 HR_EXPORT void hr_describe_gpu(const char* cuda_library, const char* nccl_libraries, char* text,
-                               int32_t text_bytes) {
+                               int32_t text_bytes) try {
   const Devices::Options otherwise;
   std::string described =
       DescribeCuda(cuda_library != nullptr ? cuda_library : otherwise.cuda_library);
@@ -91,7 +98,6 @@ HR_EXPORT void hr_describe_gpu(const char* cuda_library, const char* nccl_librar
   const Status loaded = NcclApi::Load(nccl_libraries, &nccl);
   described += "NCCL: " + (loaded.ok() ? nccl.version_text() + " (" + nccl.library.path() + ")"
                                        : "none; " + loaded.message());
-  const size_t bytes = std::min(described.size(), static_cast<size_t>(text_bytes) - 1);
-  std::memcpy(text, described.data(), bytes);
-  text[bytes] = '\0';
+  CopyText(described, text, text_bytes);
 }
+HR_OR(static_cast<void>(Caught()))

@@ -19,22 +19,24 @@ Status NoHandle(int64_t handle) {
 
 }  // namespace
 
-HR_EXPORT int hr_poll(int64_t handle) {
+HR_EXPORT int hr_poll(int64_t handle) try {
   if (InForkedChild()) return -Remember(NotInitialized());
   const std::shared_ptr<Engine> engine = CurrentEngine();
   const HandleState state = engine != nullptr ? engine->Poll(handle) : Handles()->Poll(handle);
   if (state == HandleState::kUnknown) return -Remember(NoHandle(handle));
   return state == HandleState::kDone ? 1 : 0;
 }
+HR_OR(-Caught())
 
-HR_EXPORT int64_t hr_next_completion(int64_t seen, double timeout_s) {
+HR_EXPORT int64_t hr_next_completion(int64_t seen, double timeout_s) try {
   if (InForkedChild()) return -Remember(NotInitialized());
   const TimeNs timeout = Scaled(timeout_s, kSecond);
   const std::shared_ptr<Engine> engine = CurrentEngine();
   return engine ? engine->NextCompletion(seen, timeout) : Handles()->NextCompletion(seen, timeout);
 }
+HR_OR(-Caught())
 
-HR_EXPORT int hr_wait(int64_t handle, double timeout_s) {
+HR_EXPORT int hr_wait(int64_t handle, double timeout_s) try {
   if (InForkedChild()) return Remember(NotInitialized());
   Status status;
   const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
@@ -44,9 +46,10 @@ HR_EXPORT int hr_wait(int64_t handle, double timeout_s) {
   if (state == HandleState::kPending) return HR_PENDING;
   return Remember(state == HandleState::kDone ? status : NoHandle(handle));
 }
+HR_OR(Caught())
 
 HR_EXPORT int hr_wait_many(const int64_t* handles, int32_t count, double timeout_s,
-                           const uintptr_t* stream) {
+                           const uintptr_t* stream) try {
   if (InForkedChild()) return Remember(NotInitialized());
   const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
   const std::shared_ptr<Engine> engine = CurrentEngine();
@@ -71,8 +74,9 @@ HR_EXPORT int hr_wait_many(const int64_t* handles, int32_t count, double timeout
   }
   return HR_OK;
 }
+HR_OR(Caught())
 
-HR_EXPORT int hr_take_result(int64_t handle, int32_t index, hr_result* result) {
+HR_EXPORT int hr_take_result(int64_t handle, int32_t index, hr_result* result) try {
   if (InForkedChild()) return Remember(NotInitialized());
   ResultBuffer gathered;
   const Status status = Handles()->Take(handle, static_cast<size_t>(index), &gathered);
@@ -85,10 +89,12 @@ HR_EXPORT int hr_take_result(int64_t handle, int32_t index, hr_result* result) {
   result->data = reinterpret_cast<uintptr_t>(gathered.Release());
   return HR_OK;
 }
+HR_OR(Caught())
 
 HR_EXPORT void hr_free(uintptr_t data) { std::free(reinterpret_cast<void*>(data)); }
 
-HR_EXPORT int hr_release(int64_t handle) {
+HR_EXPORT int hr_release(int64_t handle) try {
   if (InForkedChild()) return Remember(NotInitialized());
   return Remember(Handles()->Release(handle) ? Status::Ok() : NoHandle(handle));
 }
+HR_OR(Caught())

@@ -6,7 +6,8 @@
  * One engine per process. Every function may be called from any thread, except that hr_init,
  * hr_shutdown and hr_finalize must not run at the same time as one another. Nothing here calls
  * back. Functions that can fail return an hr_code (0 is success) or, where they return a
- * handle, a negative hr_code; hr_last_error() then has the reason, on the calling thread.
+ * handle, a negative hr_code; hr_last_error() then has the reason, on the calling thread. No C++
+ * exception leaves a function: HR_INTERNAL stands for it.
  *
  * Memory: pointers in requests belong to the caller and must stay valid until the handle is
  * complete (hr_poll != 0 or hr_wait != HR_PENDING). Device pointers must stay valid until hr_landed
@@ -240,7 +241,7 @@ void hr_finalize(void);
  * must stay open until hr_membership_end. When the store ends a generation, every wait of its
  * engine ends with HR_PEER_LOST. When the connection ends, the engine ends with HR_TRANSPORT.
  * Replaces an earlier membership. */
-void hr_membership_begin(int32_t socket, double interval_s);
+int hr_membership_begin(int32_t socket, double interval_s);
 void hr_membership_end(void);
 /* Returns when the store last sent an update (microseconds since the epoch; 0: never). `what`,
  * since `generation` began: 0 no updates, 1 some hosts must leave, 2 some have joined, 3 both. */

@@ -41,20 +41,24 @@ Status CheckGeneration(int64_t generation) {
 
 using namespace hororing;  // the functions below are the only ones outside the namespace
 
-HR_EXPORT void hr_membership_begin(int32_t socket, double interval_s) {
+HR_EXPORT int hr_membership_begin(int32_t socket, double interval_s) try {
   hr_membership_end();
   Exchange(std::make_shared<Membership>(socket, Scaled(interval_s, kSecond), RevokeGeneration));
+  return HR_OK;
 }
+HR_OR(Caught())
 
 // The old membership is destroyed here, without the lock: its thread may be about to revoke.
-HR_EXPORT void hr_membership_end(void) {
+HR_EXPORT void hr_membership_end(void) try {
   if (!InForkedChild()) Exchange(nullptr);
 }
+HR_OR(static_cast<void>(Caught()))
 
-HR_EXPORT int64_t hr_membership_updates(int64_t generation, int32_t* what) {
+HR_EXPORT int64_t hr_membership_updates(int64_t generation, int32_t* what) try {
   const std::shared_ptr<Membership> membership = Current();
   const Membership::Updates updates =
       membership == nullptr ? Membership::Updates() : membership->UpdatesSince(generation);
   *what = updates.what;
   return updates.stamp;
 }
+HR_OR((Caught(), 0))

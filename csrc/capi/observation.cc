@@ -7,6 +7,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/recorder.h"
+#include "base/text.h"
 #include "capi/hororing.h"
 #include "capi/process.h"
 #include "kernels/reduce.h"
@@ -14,7 +15,7 @@
 
 using namespace hororing;
 
-HR_EXPORT int hr_topology_now(hr_topology* topology) {
+HR_EXPORT int hr_topology_now(hr_topology* topology) try {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return Remember(NotInitialized());
   const Topology& from = engine->topology();
@@ -22,8 +23,9 @@ HR_EXPORT int hr_topology_now(hr_topology* topology) {
                           from.cross_rank, from.cross_size, from.homogeneous};
   return HR_OK;
 }
+HR_OR(Caught())
 
-HR_EXPORT int hr_group_rank_now(int32_t process_set, int32_t* rank, int32_t* size) {
+HR_EXPORT int hr_group_rank_now(int32_t process_set, int32_t* rank, int32_t* size) try {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return Remember(NotInitialized());
   const std::shared_ptr<const ProcessSet> set = engine->sets().Find(process_set);
@@ -36,8 +38,9 @@ HR_EXPORT int hr_group_rank_now(int32_t process_set, int32_t* rank, int32_t* siz
   *size = set->size();
   return HR_OK;
 }
+HR_OR(Caught())
 
-HR_EXPORT const char* hr_host_name(int32_t rank) {
+HR_EXPORT const char* hr_host_name(int32_t rank) try {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr || rank < 0 || rank >= engine->topology().size) return nullptr;
   const Topology& topology = engine->topology();
@@ -45,41 +48,44 @@ HR_EXPORT const char* hr_host_name(int32_t rank) {
   host = topology.hosts[static_cast<size_t>(topology.host_of[static_cast<size_t>(rank)])];
   return host.c_str();
 }
+HR_OR((Caught(), nullptr))
 
 HR_EXPORT const char* hr_kernels(void) { return KernelsInUse(); }
 
-HR_EXPORT int hr_describe_mpi(const char* mpi_library, char* text, int32_t text_bytes) {
+HR_EXPORT int hr_describe_mpi(const char* mpi_library, char* text, int32_t text_bytes) try {
   MpiInfo info;
   const Status status = DescribeMpi(Text(mpi_library), &info);
   if (!status.ok()) return Remember(status);
   const std::string described = info.library + "\n" + info.thread_level + "\n" + info.path;
-  const size_t bytes = std::min(described.size(), static_cast<size_t>(text_bytes) - 1);
-  std::memcpy(text, described.data(), bytes);
-  text[bytes] = '\0';
+  CopyText(described, text, text_bytes);
   return HR_OK;
 }
+HR_OR(Caught())
 
-HR_EXPORT int hr_timeline_start(const char* path, int32_t mark_cycles) {
+HR_EXPORT int hr_timeline_start(const char* path, int32_t mark_cycles) try {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return Remember(NotInitialized());
   return Remember(engine->StartTimeline(Text(path), mark_cycles != 0));
 }
+HR_OR(Caught())
 
-HR_EXPORT int hr_timeline_stop(void) {
+HR_EXPORT int hr_timeline_stop(void) try {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return Remember(NotInitialized());
   return Remember(engine->StopTimeline(10 * kSecond));
 }
+HR_OR(Caught())
 
-HR_EXPORT int hr_timeline_enabled(void) {
+HR_EXPORT int hr_timeline_enabled(void) try {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   return engine != nullptr && engine->trace().enabled();
 }
+HR_OR((Caught(), 0))
 
 HR_EXPORT int64_t hr_now_ns(void) { return NowNs(); }
 
 HR_EXPORT void hr_trace_span(int32_t stage, const char* tensor, int64_t begin_ns, int64_t end_ns,
-                             int64_t bytes) {
+                             int64_t bytes) try {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr || stage < static_cast<int32_t>(Stage::kHook) ||
       stage > static_cast<int32_t>(Stage::kSubmit)) {
@@ -88,8 +94,9 @@ HR_EXPORT void hr_trace_span(int32_t stage, const char* tensor, int64_t begin_ns
   engine->trace().Span(static_cast<Stage>(stage), Track::kCaller, Text(tensor), begin_ns, end_ns,
                        bytes);
 }
+HR_OR(static_cast<void>(Caught()))
 
-HR_EXPORT int hr_log_next(double timeout_s, hr_log_record* record) {
+HR_EXPORT int hr_log_next(double timeout_s, hr_log_record* record) try {
   LogRecord taken;
   switch (TakeLog(Scaled(timeout_s, kSecond), &taken)) {
     case LogTake::kClosed: return -1;
@@ -99,19 +106,21 @@ HR_EXPORT int hr_log_next(double timeout_s, hr_log_record* record) {
   record->level = static_cast<int32_t>(taken.level);
   record->time = taken.time_s;
   constexpr size_t kRoom = sizeof record->text - 1;
-  if (taken.text.size() > kRoom) taken.text.replace(kRoom - 3, std::string::npos, "...");
+  if (taken.text.size() > kRoom) taken.text = std::string(Shortened(taken.text, kRoom - 3)) + "...";
   std::memcpy(record->text, taken.text.c_str(), taken.text.size() + 1);
   return 1;
 }
+HR_OR((Caught(), 0))
 
 HR_EXPORT void hr_log_close(void) { CloseLog(); }
 HR_EXPORT void hr_log_open(void) { OpenLog(); }
 
-HR_EXPORT int hr_recorder_open(int32_t file, int32_t stack_signal) {
+HR_EXPORT int hr_recorder_open(int32_t file, int32_t stack_signal) try {
   return Remember(OpenRecorder(file, stack_signal));
 }
+HR_OR(Caught())
 
-HR_EXPORT void hr_stats_now(hr_stats* stats) {
+HR_EXPORT void hr_stats_now(hr_stats* stats) try {
   *stats = hr_stats{};
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return;
@@ -139,3 +148,4 @@ HR_EXPORT void hr_stats_now(hr_stats* stats) {
   stats->allreduces_rank_order = allreduces(AlgorithmUsed::kRankOrder);
   stats->allreduces_at_once = allreduces(AlgorithmUsed::kOneShot);
 }
+HR_OR(static_cast<void>(Caught()))

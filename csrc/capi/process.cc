@@ -9,11 +9,13 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "capi/hororing.h"
 #include "engine/engine.h"
 #include "kernels/reduce.h"
@@ -65,6 +67,29 @@ int Remember(const Status& status) {
   last_error = status.message();
   last_error_rank = status.rank();
   return static_cast<int>(status.code());
+}
+
+int Caught() noexcept {
+  Status status(Code::kInternal, "an unknown exception");
+  try {
+    throw;
+  } catch (const std::system_error& error) {
+    const bool no_thread = error.code() == std::errc::resource_unavailable_try_again;
+    const std::string what = no_thread ? "a thread cannot be created; raise the limit of processes "
+                                         "(ulimit -u, pids.max of the container): "
+                                       : "";
+    status = Status(Code::kInternal, what + error.what());
+  } catch (const std::exception& error) {
+    status = Status(Code::kInternal, error.what());
+  } catch (...) {
+  }
+  return Remember(status);
+}
+
+void CopyText(std::string_view from, char* text, int32_t text_bytes) {
+  const std::string_view kept = Shortened(from, static_cast<size_t>(text_bytes) - 1);
+  kept.copy(text, kept.size());
+  text[kept.size()] = '\0';
 }
 
 Status NotInitialized() {
@@ -197,7 +222,7 @@ using namespace hororing;  // the functions below are the only ones outside the 
 HR_EXPORT int hr_abi_version(void) { return HR_ABI_VERSION; }
 HR_EXPORT const char* hr_version(void) { return HORORING_VERSION; }
 
-HR_EXPORT int hr_init(const hr_config* config) {
+HR_EXPORT int hr_init(const hr_config* config) try {
   WatchForks();
   if (in_forked_child.load()) return Remember(NotInitialized());
   {
@@ -244,8 +269,9 @@ HR_EXPORT int hr_init(const hr_config* config) {
   if (!over.ok()) RevokeGeneration(config->generation, over);
   return HR_OK;
 }
+HR_OR(Caught())
 
-HR_EXPORT int hr_init_wait(double timeout_s) {
+HR_EXPORT int hr_init_wait(double timeout_s) try {
   std::shared_ptr<Engine> starting;
   std::shared_ptr<AskingBootstrap> asking;
   {
@@ -271,10 +297,11 @@ HR_EXPORT int hr_init_wait(double timeout_s) {
   process.engine = std::exchange(process.starting, nullptr);
   return HR_OK;
 }
+HR_OR(Caught())
 
 HR_EXPORT const char* hr_asked(void) { return asked.c_str(); }
 
-HR_EXPORT void hr_answer(const char* const* texts, const char* error) {
+HR_EXPORT void hr_answer(const char* const* texts, const char* error) try {
   std::shared_ptr<AskingBootstrap> asking;
   {
     std::lock_guard<std::mutex> lock(process.mutex);
@@ -284,8 +311,9 @@ HR_EXPORT void hr_answer(const char* const* texts, const char* error) {
   if (texts == nullptr) return asking->Answer(Status(Code::kTransport, Text(error)), {});
   asking->Answer(Status::Ok(), std::vector<std::string>(texts, texts + asking->size()));
 }
+HR_OR(static_cast<void>(Caught()))
 
-HR_EXPORT int hr_shutdown(const char* reason, double timeout_s) {
+HR_EXPORT int hr_shutdown(const char* reason, double timeout_s) try {
   bool late = false;
   const int code = EndEngine(reason, [&](Engine& engine) {
     late = !engine.Shutdown(Text(reason), SecondsToNs(timeout_s));
@@ -293,20 +321,23 @@ HR_EXPORT int hr_shutdown(const char* reason, double timeout_s) {
   });
   return late && code == HR_OK ? Remember(TimedOut()) : code;
 }
+HR_OR(Caught())
 
-HR_EXPORT int hr_abort(const char* reason) {
+HR_EXPORT int hr_abort(const char* reason) try {
   return EndEngine(reason, [&](Engine& engine) {
     // A starting engine may be inside MPI_Init for a long time.
     const bool starting = engine.state() == Engine::State::kStarting;
     return engine.Abort(Text(reason), starting ? kSecond / 2 : kAbortTime);
   });
 }
+HR_OR(Caught())
 
-HR_EXPORT void hr_finalize(void) {
+HR_EXPORT void hr_finalize(void) try {
   if (!in_forked_child.load()) FinalizeMpi();
 }
+HR_OR(static_cast<void>(Caught()))
 
-HR_EXPORT int hr_state_now(void) {
+HR_EXPORT int hr_state_now(void) try {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return HR_STATE_NONE;
   switch (engine->state()) {
@@ -317,6 +348,7 @@ HR_EXPORT int hr_state_now(void) {
   }
   return HR_STATE_FAILED;
 }
+HR_OR((Caught(), 0))
 
 HR_EXPORT const char* hr_last_error(void) { return last_error.c_str(); }
 HR_EXPORT int32_t hr_last_error_rank(void) { return last_error_rank; }

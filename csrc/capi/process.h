@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "base/clock.h"
 #include "base/status.h"
@@ -28,6 +29,16 @@ Status CheckGeneration(int64_t generation);
 int Remember(const Status& status);
 
 inline CuStream StreamOf(uintptr_t stream) { return reinterpret_cast<CuStream>(stream); }
+// The end of a function of the C interface, whose body is a try block: no exception (no memory, no
+// thread) leaves it. Caught takes it for hr_last_error, and returns the code.
+#define HR_OR(value) \
+  catch (...) {      \
+    return value;    \
+  }
+int Caught() noexcept;
+
+// Copies what fits of a text, with a zero at its end.
+void CopyText(std::string_view from, char* text, int32_t text_bytes);
 inline std::string Text(const char* text) { return text != nullptr ? text : ""; }
 
 // Milliseconds and microseconds of the configuration; zero means none at all.

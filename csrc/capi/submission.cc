@@ -37,7 +37,7 @@ Status Submit(Engine& engine, const hr_request& from, bool blocking, StreamEvent
 
 }  // namespace
 
-HR_EXPORT int64_t hr_submit(const hr_request* request) {
+HR_EXPORT int64_t hr_submit(const hr_request* request) try {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return -Remember(NotInitialized());
   StreamEvents events;
@@ -46,9 +46,10 @@ HR_EXPORT int64_t hr_submit(const hr_request* request) {
   const Status status = Submit(*engine, *request, request->blocking != 0, &events, &id, &handle);
   return status.ok() ? handle : -Remember(status);
 }
+HR_OR(-Caught())
 
 HR_EXPORT int32_t hr_start(hr_request* const* requests, const uintptr_t* addresses, int32_t count,
-                           int64_t* handles) {
+                           int64_t* handles) try {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) {
     handles[0] = -Remember(NotInitialized());
@@ -74,3 +75,4 @@ HR_EXPORT int32_t hr_start(hr_request* const* requests, const uintptr_t* address
   if (!status.ok()) handles[started] = -Remember(status);
   return static_cast<int32_t>(started);
 }
+HR_OR((handles[0] = -Caught(), 0))

@@ -12,6 +12,7 @@
 #include "base/arithmetic.h"
 #include "base/log.h"
 #include "base/recorder.h"
+#include "base/signals.h"
 #include "engine/handshake.h"
 #include "engine/loop.h"
 #include "kernels/reduce.h"
@@ -83,6 +84,7 @@ std::unique_ptr<Engine> Engine::Begin(const EngineConfig& config, WorldMaker mak
   std::packaged_task<void()> run(
       [raw, make_world = std::move(make_world)] { raw->ThreadMain(make_world); });
   starting->ended_ = run.get_future().share();
+  const SignalsBlocked blocked;
   starting->thread_ = std::thread(std::move(run));
   return starting;
 }
@@ -234,6 +236,7 @@ Status Engine::MarkReady(int ordinal, const std::vector<CuStream>& streams, Stre
   std::call_once(device_in_use_, [this] {
     std::packaged_task<void()> watch([this] { WatchDevice(); });
     device_watch_ = watch.get_future();
+    const SignalsBlocked blocked;
     std::thread(std::move(watch)).detach();
   });
   for (size_t i = 0; status.ok() && i < streams.size(); ++i) {

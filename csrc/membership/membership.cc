@@ -9,6 +9,8 @@
 #include <limits>
 #include <utility>
 
+#include "base/signals.h"
+
 namespace hororing {
 namespace {
 
@@ -17,10 +19,10 @@ bool Again() { return errno == EAGAIN || errno == EINTR; }
 }  // namespace
 
 Membership::Membership(int socket, TimeNs interval_ns, Ended ended)
-    : socket_(socket),
-      interval_ns_(interval_ns),
-      ended_(std::move(ended)),
-      thread_([this] { ThreadMain(); }) {}
+    : socket_(socket), interval_ns_(interval_ns), ended_(std::move(ended)) {
+  const SignalsBlocked blocked;
+  thread_ = std::thread([this] { ThreadMain(); });
+}
 
 Membership::~Membership() {
   leaving_ = true;

@@ -72,7 +72,7 @@ class Membership {
   Frame updates_ = {};   // GUARDED_BY(mutex_): the last one
   Frame incoming_ = {};  // the thread's, as below
   size_t received_ = 0;  // bytes of it
-  std::thread thread_;   // last: it uses the others
+  std::thread thread_;
 };
 
 }  // namespace hororing

@@ -2,6 +2,7 @@
 // TensorFlow: ranks run operations in different orders, and a blocked thread may wait for a request
 // that another rank has no free thread to submit. A thread of ours calls TensorFlow back.
 #include <pthread.h>
+#include <signal.h>
 
 #include <condition_variable>
 #include <functional>
@@ -158,6 +159,18 @@ void Watch() {
 
 void Compute(void*, TF_OpKernelContext* context) { Execution(context, nullptr).Run(); }
 
+// The thread takes no signals of the process; see csrc/base/signals.h.
+void StartWatch() {
+  sigset_t all, before;
+  sigfillset(&all);
+  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT}) {
+    sigdelset(&all, fault);
+  }
+  pthread_sigmask(SIG_BLOCK, &all, &before);
+  std::thread(Watch).detach();
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
 void ComputeAsync(void*, TF_OpKernelContext* context, TF_AsyncOpKernelDoneCallback* callback) {
   // kProofOfType in api.cc establishes the type. The callback is gone when this function returns.
   auto execution = std::make_unique<Execution>(
@@ -175,7 +188,7 @@ void ComputeAsync(void*, TF_OpKernelContext* context, TF_AsyncOpKernelDoneCallba
     return execution->Run();
   }
   waiting().executions.push_back(std::move(execution));
-  if (!waiting().watched) std::thread(Watch).detach();
+  if (!waiting().watched) StartWatch();
   waiting().watched = true;
   waiting().added.notify_one();
 }

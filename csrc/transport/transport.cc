@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "base/text.h"
+
 namespace hororing {
 
 void Transport::Revoke(const Status& why) {
@@ -28,7 +30,7 @@ Status Announced(const Status& why, int announcing_rank) {
   if (blamed == announcing_rank) {
     text = "rank " + std::to_string(announcing_rank) + " failed: " + text;
   }
-  if (text.size() > kRoom) text.replace(kRoom - 3, std::string::npos, "...");
+  if (text.size() > kRoom) text = std::string(Shortened(text, kRoom - 3)) + "...";
   const bool of_engine = why.code() == Code::kStalled || why.code() == Code::kTransport ||
                          why.code() == Code::kInternal;
   return Status(of_engine ? why.code() : Code::kPeerLost, text, blamed);

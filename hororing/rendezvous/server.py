@@ -22,7 +22,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from hororing import limits
+from hororing import limits, threads
 from hororing.rendezvous import protocol
 from hororing.rendezvous.client import keep_from_children, keep_watch
 from hororing.rendezvous.protocol import Hello, ProtocolError
@@ -182,10 +182,9 @@ class Server:
             self.listen()
         loop = asyncio.new_event_loop()
         self._loop = loop
-        self._thread = threading.Thread(
-            target=_run, args=(loop,), name="hororing-store", daemon=True
+        self._thread = threads.start(
+            threading.Thread(target=_run, args=(loop,), name="hororing-store", daemon=True)
         )
-        self._thread.start()
         self._call(self.open())
 
     def stop(self) -> None:

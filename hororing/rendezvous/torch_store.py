@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from hororing import library_threads
+from hororing import threads
 from hororing.rendezvous import offers, protocol
 from hororing.rendezvous.client import Deadline, Member, RendezvousError
 from hororing.rendezvous.offers import Offer
@@ -249,7 +249,7 @@ def _bounded(call: Callable[[], T]) -> T:
         except Exception as error:
             results.put((None, error))
 
-    library_threads.start(body, "hororing-torch-store", None)
+    threads.start_in_library(body, "hororing-torch-store", None)
     try:
         result, error = results.get(timeout=_ANSWER_S)
     except queue.Empty:

@@ -117,10 +117,17 @@ def test_the_engine_has_no_friends():
     assert users(CORE, r"\bfriend\b") == set()
 
 
+def test_no_exception_leaves_the_c_interface():
+    for file in (ROOT / "csrc/capi").glob("*.cc"):
+        exports = re.findall(r"^HR_EXPORT[^;{]*\{$", file.read_text(), re.MULTILINE)
+        assert all(export.endswith(" try {") for export in exports), file
+
+
 def test_threads_are_the_engines():
     assert users(CORE, r"std::(thread|async|jthread)\b|pthread_create") == {
         "csrc/engine/engine.cc",
         "csrc/engine/engine.h",
+        "csrc/membership/membership.cc",
         "csrc/membership/membership.h",  # sends beats to the store of an elastic job
         "csrc/tensorflow/wait.cc",  # calls TensorFlow back
     }

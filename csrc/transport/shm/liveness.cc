@@ -1,10 +1,11 @@
 // ShmTransport, second part: which ranks are alive, which have failed, and what a rank announces.
 #include <algorithm>
-#include <cstring>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/process.h"
+#include "base/text.h"
 #include "transport/shm/shm_transport.h"
 
 namespace hororing {
@@ -98,9 +99,9 @@ Status ShmTransport::CheckPeers(const std::vector<int>& lagging) {
 void ShmTransport::AnnounceFailure(const Status& why) {
   if (self_.failed.load() != 0) return;
   const Status announced = Announced(why, rank_);
-  const size_t bytes = std::min(announced.message().size(), sizeof self_.reason - 1);
-  std::memcpy(self_.reason, announced.message().data(), bytes);
-  self_.reason[bytes] = '\0';
+  const std::string_view reason = Shortened(announced.message(), sizeof self_.reason - 1);
+  reason.copy(self_.reason, reason.size());
+  self_.reason[reason.size()] = '\0';
   self_.failure_code.store(static_cast<uint32_t>(announced.code()));
   self_.failed.store(static_cast<uint32_t>(announced.rank()) + 1);
   SoundAlarm();

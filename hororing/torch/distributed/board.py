@@ -14,7 +14,7 @@ from collections.abc import Callable
 from time import monotonic, sleep
 from typing import Any, Final
 
-from hororing import control, library_threads
+from hororing import control, threads
 
 # Time between two polls of the store; the announcer's grows while nothing new is sent.
 POLL_S: Final = 0.002
@@ -142,7 +142,7 @@ class _Announcer:
         if self._sleeps or not self._started:
             with self._changed:
                 if not self._started:
-                    library_threads.start(self._run, "hororing-torch-any-source", self._stop)
+                    threads.start_in_library(self._run, "hororing-torch-any-source", self._stop)
                 self._started, self._sleeps = True, False
                 self._changed.notify()
 

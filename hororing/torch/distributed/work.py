@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as torch_distributed
 
-from hororing import collectives, library_threads
+from hororing import collectives, threads
 from hororing.errors import StalledError
 from hororing.torch.uncompiled import uncompiled
 
@@ -238,7 +238,7 @@ class _Completions:
         if self._idle:
             self._changed.notify()
         else:
-            library_threads.start(self._run, "hororing-torch", self._stop)
+            threads.start_in_library(self._run, "hororing-torch", self._stop)
 
     def _stop(self) -> None:
         with self._changed:

@@ -308,6 +308,14 @@ TEST(an_announced_failure_is_the_same_kind_of_error_to_all) {
   for (const Code code : {Code::kTransport, Code::kStalled, Code::kInternal}) {
     CHECK(Announced(Status(code, "why", 2), 1).code() == code);
   }
+  for (size_t padding = 0; padding < 3; ++padding) {  // a character of three bytes is not cut
+    std::string text(padding, 'x');
+    for (int i = 0; i < 100; ++i) text += "\u65e5";
+    const std::string cut = Announced(Status(Code::kTransport, text, 1), 1).message();
+    const std::string prefix = "rank 1 failed: " + std::string(padding, 'x');
+    CHECK(cut.size() <= 200 && cut.size() > 194);
+    CHECK_EQ((cut.size() - prefix.size() - 3) % 3, size_t{0});
+  }
   // An error of this rank's own call.
   CHECK(Announced(Status(Code::kInvalidArgument, "why"), 1).code() == Code::kPeerLost);
   RunWorld(2, [](Rank& rank) {
