@@ -26,8 +26,8 @@ from hororing.arguments import Sum
 from hororing.failures import check, fail
 from hororing.names import WORLD_SET, DefaultName, encode_name, uncount
 
-# Data types by the name that NumPy, torch and TensorFlow share.
-DTYPES: Final[dict[str, int]] = {
+# Data types that can be reduced, by the name that NumPy, torch and TensorFlow share.
+REDUCED: Final[dict[str, int]] = {
     "uint8": lib.HR_UINT8,
     "int8": lib.HR_INT8,
     "uint16": lib.HR_UINT16,
@@ -39,6 +39,19 @@ DTYPES: Final[dict[str, int]] = {
     "float64": lib.HR_FLOAT64,
     "bool": lib.HR_BOOL,
     "bfloat16": lib.HR_BFLOAT16,
+}
+# All data types.
+DTYPES: Final[dict[str, int]] = REDUCED | {
+    "uint32": lib.HR_UINT32,
+    "uint64": lib.HR_UINT64,
+    "float8_e4m3fn": lib.HR_FLOAT8_E4M3FN,
+    "float8_e5m2": lib.HR_FLOAT8_E5M2,
+    "float8_e4m3fnuz": lib.HR_FLOAT8_E4M3FNUZ,
+    "float8_e5m2fnuz": lib.HR_FLOAT8_E5M2FNUZ,
+    "float8_e8m0fnu": lib.HR_FLOAT8_E8M0FNU,
+    "float4_e2m1fn_x2": lib.HR_FLOAT4_E2M1FN_X2,
+    "int4": lib.HR_INT4,
+    "uint4": lib.HR_UINT4,
 }
 
 ALLREDUCE: Final = int(lib.HR_ALLREDUCE)

@@ -20,7 +20,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 # NumPy's own types; others are found by their names.
 _NUMBERS = {
-    np.dtype(name): number for name, number in collectives.DTYPES.items() if name != "bfloat16"
+    np.dtype(name): number for name, number in collectives.DTYPES.items() if hasattr(np, name)
 }
 
 

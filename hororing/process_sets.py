@@ -25,7 +25,8 @@ class ProcessSet:
     ranks : their numbers in the job, ascending.
     process_set_id : None until the set is registered, by `init(process_sets=...)` or
         `add_process_set`, and after it was removed.
-    mpi_comm : None; the sets of hororing need no communicator of MPI.
+    mpi_comm : the communicator of mpi4py that it was made of, or None. Only its ranks are used,
+        as MPI.COMM_WORLD numbers them.
 
     Examples
     --------
@@ -34,11 +35,13 @@ class ProcessSet:
     ([0, 2], True, None)
     """
 
-    mpi_comm = None
+    mpi_comm: Any = None
     # The job in which it was registered: in another one the same ranks are other processes.
     generation = 0
 
-    def __init__(self, ranks: Iterable[int]) -> None:
+    def __init__(self, ranks: Iterable[int] | Any) -> None:
+        if callable(getattr(ranks, "Get_group", None)):
+            self.mpi_comm, ranks = ranks, _ranks_of(ranks)
         try:
             self.ranks: list[int] = sorted(operator.index(rank) for rank in ranks)
         except TypeError:
@@ -47,7 +50,8 @@ class ProcessSet:
 
     def __repr__(self) -> str:
         return (
-            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm=None)"
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
+            f"mpi_comm={self.mpi_comm})"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
@@ -76,6 +80,15 @@ class ProcessSet:
     def included(self) -> bool:
         """Whether this process is a member."""
         return job.rank() in self.ranks
+
+
+def _ranks_of(communicator: Any) -> list[int]:
+    from mpi4py import MPI
+
+    if communicator == MPI.COMM_NULL:
+        raise ValueError("ProcessSet: the communicator is MPI.COMM_NULL: this rank is not in it")
+    mine, world = communicator.Get_group(), MPI.COMM_WORLD.Get_group()
+    return list(MPI.Group.Translate_ranks(mine, range(mine.Get_size()), world))
 
 
 class _WorldSet(ProcessSet):
@@ -315,7 +328,20 @@ def parse(given: Any) -> list[ProcessSet]:
             f"init: process_sets={given!r} is neither a list of process sets or of lists of ranks, "
             'nor "dynamic"'
         )
-    return [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in given]
+    found = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in given]
+    return _with_those_of_others(found) if any(each.mpi_comm for each in found) else found
+
+
+def _with_those_of_others(mine: list[ProcessSet]) -> list[ProcessSet]:
+    """Return the sets of all ranks: a communicator that was split is another one on each rank."""
+    from mpi4py import MPI
+
+    known = {tuple(each.ranks): each for each in mine}
+    of_all = MPI.COMM_WORLD.allgather(list(known))
+    # In turns, so that ranks that split alike get the numbers in the order of their own lists.
+    rows = itertools.zip_longest(*of_all)
+    names = dict.fromkeys(ranks for row in rows for ranks in row if ranks is not None)
+    return [known[ranks] if ranks in known else ProcessSet(ranks) for ranks in names]
 
 
 def register_static(sets: Sequence[ProcessSet]) -> None:

@@ -7,23 +7,40 @@ namespace hororing {
 namespace {
 
 // By DataType, ReduceOp and Collective. Numbers from outside are checked where they come in.
-constexpr struct {
-  const char* name;
-  size_t bytes;
-} kTypes[] = {{"uint8", 1},   {"int8", 1},  {"uint16", 2},  {"int16", 2},
-              {"int32", 4},   {"int64", 8}, {"float16", 2}, {"float32", 4},
-              {"float64", 8}, {"bool", 1},  {"bfloat16", 2}};
+constexpr const char* kTypes[] = {"uint8",
+                                  "int8",
+                                  "uint16",
+                                  "int16",
+                                  "int32",
+                                  "int64",
+                                  "float16",
+                                  "float32",
+                                  "float64",
+                                  "bool",
+                                  "bfloat16",
+                                  "uint32",
+                                  "uint64",
+                                  "float8_e4m3fn",
+                                  "float8_e5m2",
+                                  "float8_e4m3fnuz",
+                                  "float8_e5m2fnuz",
+                                  "float8_e8m0fnu",
+                                  "float4_e2m1fn_x2",
+                                  "int4",
+                                  "uint4"};
+constexpr size_t kBytes[] = {1, 1, 2, 2, 4, 8, 2, 4, 8, 1, 2, 4, 8, 1, 1, 1, 1, 1, 1, 1, 1};
 constexpr const char* kOps[] = {"Average", "Sum", "Adasum", "Min", "Max", "Product"};
 constexpr const char* kCollectives[] = {"allreduce", "allgather",       "broadcast",
                                         "barrier",   "alltoall",        "reducescatter",
                                         "join",      "add_process_set", "remove_process_set"};
-static_assert(std::size(kTypes) == kDataTypeCount && std::size(kOps) == kReduceOpCount &&
+static_assert(std::size(kTypes) == kCopiedTypeCount && std::size(kBytes) == kCopiedTypeCount &&
+              std::size(kOps) == kReduceOpCount &&
               std::size(kCollectives) == static_cast<size_t>(Collective::kRemoveProcessSet) + 1);
 
 }  // namespace
 
-size_t ElementSize(DataType dtype) { return kTypes[static_cast<size_t>(dtype)].bytes; }
-const char* Name(DataType dtype) { return kTypes[static_cast<size_t>(dtype)].name; }
+size_t ElementSize(DataType dtype) { return kBytes[static_cast<size_t>(dtype)]; }
+const char* Name(DataType dtype) { return kTypes[static_cast<size_t>(dtype)]; }
 const char* Name(ReduceOp op) { return kOps[static_cast<size_t>(op)]; }
 const char* Name(Collective kind) { return kCollectives[static_cast<size_t>(kind)]; }
 

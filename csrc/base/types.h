@@ -24,6 +24,8 @@ enum class DataType : uint8_t {
   kBfloat16 = 10,
 };
 constexpr int kDataTypeCount = 11;
+// With those after them, which are only copied. types.cc has their names.
+constexpr int kCopiedTypeCount = 21;
 
 // The numbers of Horovod's public constants (hvd.Average == 0, ...). A new one also goes into
 // types.cc, reduce*, gpu/nccl_batch.cc, capi/hororing.h, and Python's arguments.py, exports.py and

@@ -55,7 +55,18 @@ typedef enum hr_dtype {
   HR_FLOAT32 = 7,
   HR_FLOAT64 = 8,
   HR_BOOL = 9,
-  HR_BFLOAT16 = 10
+  HR_BFLOAT16 = 10,
+  /* These are copied as bytes; reductions refuse them. */
+  HR_UINT32 = 11,
+  HR_UINT64 = 12,
+  HR_FLOAT8_E4M3FN = 13,
+  HR_FLOAT8_E5M2 = 14,
+  HR_FLOAT8_E4M3FNUZ = 15,
+  HR_FLOAT8_E5M2FNUZ = 16,
+  HR_FLOAT8_E8M0FNU = 17,
+  HR_FLOAT4_E2M1FN_X2 = 18, /* two numbers in a byte */
+  HR_INT4 = 19,             /* these two: one number in a byte */
+  HR_UINT4 = 20
 } hr_dtype;
 
 typedef enum hr_op {

@@ -204,8 +204,14 @@ Status EntryFrom(const hr_request& from, TensorEntry* entry) {
   entry->views.resize(count);
   for (size_t i = 0; i < count; ++i) {
     const hr_tensor& tensor = from.tensors[i];
-    if (tensor.dtype < 0 || tensor.dtype >= kDataTypeCount) {
+    if (tensor.dtype < 0 || tensor.dtype >= kCopiedTypeCount) {
       return Invalid(request, "there is no data type number " + std::to_string(tensor.dtype));
+    }
+    if (IsReduction(request.kind) && tensor.dtype >= kDataTypeCount) {
+      const std::string name = Name(static_cast<DataType>(tensor.dtype));
+      return Invalid(request, name + " can be copied, not reduced; cast it to " +
+                                  (name[0] == 'f' ? "bfloat16, as compression=Compression.bf16 does"
+                                                  : "int64"));
     }
     TensorView& view = entry->views[i];
     view.input = reinterpret_cast<const void*>(tensor.input);

@@ -193,7 +193,7 @@ void RequestFields(Wire& wire, OneRequest& request) {
   if (wire.Has(request.weight.has_value())) wire.Double(Made(request.weight));
   wire.Resize(request.tensors);
   for (auto& tensor : request.tensors) {
-    wire.Choice(tensor.dtype, DataType::kBfloat16);
+    wire.Choice(tensor.dtype, static_cast<DataType>(kCopiedTypeCount - 1));
     wire.Flag(tensor.on_device);
     SignedNumbers(wire, tensor.shape);
   }

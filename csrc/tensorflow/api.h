@@ -44,6 +44,14 @@ enum class TfType : int {
   kBfloat16 = 14,
   kUint16 = 17,
   kHalf = 19,
+  kUint32 = 22,
+  kUint64 = 23,
+  kFloat8E5m2 = 24,
+  kFloat8E4m3fn = 25,
+  kFloat8E4m3fnuz = 26,
+  kFloat8E5m2fnuz = 28,
+  kInt4 = 29,
+  kUint4 = 30,
 };
 
 // The functions, named without the prefix TF_. X(result, name, parameters)

@@ -58,6 +58,14 @@ int32_t DtypeOf(TfType type) {
     case TfType::kDouble: return HR_FLOAT64;
     case TfType::kBool: return HR_BOOL;
     case TfType::kBfloat16: return HR_BFLOAT16;
+    case TfType::kUint32: return HR_UINT32;
+    case TfType::kUint64: return HR_UINT64;
+    case TfType::kFloat8E5m2: return HR_FLOAT8_E5M2;
+    case TfType::kFloat8E4m3fn: return HR_FLOAT8_E4M3FN;
+    case TfType::kFloat8E4m3fnuz: return HR_FLOAT8_E4M3FNUZ;
+    case TfType::kFloat8E5m2fnuz: return HR_FLOAT8_E5M2FNUZ;
+    case TfType::kInt4: return HR_INT4;
+    case TfType::kUint4: return HR_UINT4;
   }
   return -1;
 }

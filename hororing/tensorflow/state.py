@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any
 
 import tensorflow as tf
 
@@ -13,9 +13,6 @@ from hororing.process_sets import ProcessSet, check_member, global_process_set
 from hororing.tensorflow.gradients import step_prefix, unique_names
 from hororing.tensorflow.requests import Request, carry_out
 from hororing.tensorflow.tensors import checked_tensor
-
-# Types of random generators' states, which are sent as signed numbers with the same bits.
-_SIGNED: Final = {tf.uint32: tf.int32, tf.uint64: tf.int64}
 
 
 def broadcast_variables(
@@ -85,22 +82,17 @@ def _assigned(
     if not variables:
         return []
     names = unique_names(step_prefix(prefix, process_set), variables)
-    values = [tf.convert_to_tensor(variable) for variable in variables]
-    signed = [
-        checked_tensor(
-            tf.bitcast(value, _SIGNED[value.dtype]) if value.dtype in _SIGNED else value, name
-        )
-        for value, name in zip(values, names, strict=True)
+    values = [
+        checked_tensor(variable, name) for variable, name in zip(variables, names, strict=True)
     ]
     results = carry_out(
         [
             Request(BROADCAST, name, [value], process_set, root=root_rank)
-            for name, value in zip(names, signed, strict=True)
+            for name, value in zip(names, values, strict=True)
         ]
     )
     assigned = [
-        variable.assign(tf.bitcast(result, value.dtype) if value.dtype in _SIGNED else result)
-        for variable, value, (result,) in zip(variables, values, results, strict=True)
+        variable.assign(result) for variable, (result,) in zip(variables, results, strict=True)
     ]
     graph = tf.compat.v1.get_default_graph()
     return [] if tf.executing_eagerly() or graph._add_control_dependencies else assigned

@@ -20,6 +20,8 @@ DTYPES: Final[dict[torch.dtype, int]] = {
     if hasattr(torch, name)
 }
 
+REDUCED: Final = {dtype: n for dtype, n in DTYPES.items() if n in collectives.REDUCED.values()}
+
 # Complex numbers are sent as pairs of these.
 _PARTS: Final[dict[torch.dtype, torch.dtype]] = {
     torch.complex32: torch.float16,
@@ -103,13 +105,10 @@ class TorchAdapter:
                     f"{verb}: a tensor without dimensions has no rows; use tensor.reshape(1)"
                 )
         elif tensor.dtype not in DTYPES:
-            remedy = (
-                "cast it, or pass compression=Compression.fp16 or Compression.bf16 to those verbs "
-                "that reduce"
-                if "float8" in str(tensor.dtype)
-                else f"use one of {', '.join(map(str, DTYPES))}"
+            raise ValueError(
+                f"{verb}: tensors of type {tensor.dtype} are not supported; use one of "
+                f"{', '.join(map(str, DTYPES))}"
             )
-            raise ValueError(f"{verb}: tensors of type {tensor.dtype} are not supported; {remedy}")
         return tensor
 
     def check_writable(self, tensor: torch.Tensor, verb: str) -> None:
@@ -139,7 +138,7 @@ class TorchAdapter:
             and tensor.is_contiguous()
             and not tensor.is_neg()
         ):
-            number = DTYPES.get(tensor.dtype)
+            number = REDUCED.get(tensor.dtype)
             return None if number is None else (tensor.data_ptr(), number, tensor.shape)
         return None
 

@@ -35,7 +35,7 @@ from hororing.errors import DuplicateNameError
 from hororing.failures import fail
 from hororing.prepared import ASK, QUEUED, READY, SENT, PersistentAllreduce, start_many
 from hororing.process_sets import ProcessSet
-from hororing.torch.adapter import DTYPES
+from hororing.torch.adapter import REDUCED
 from hororing.torch.ops import start_sparse_allreduce, synchronize
 from hororing.torch.submission import BATCH_BYTES, MIN_SHARE, Group
 from hororing.torch.uncompiled import uncompiled
@@ -83,9 +83,9 @@ class Gradient(PersistentAllreduce):
         # How to wait for it if it is in flight without the persistent request.
         self.finish_general: Callable[[], torch.Tensor] | None = None
         options = reducer.options
-        if options.compression is NoneCompressor and param.dtype in DTYPES:
+        if options.compression is NoneCompressor and param.dtype in REDUCED:
             self.prepare(
-                name, DTYPES[param.dtype], param.shape, options.op, *options.factors,
+                name, REDUCED[param.dtype], param.shape, options.op, *options.factors,
                 reducer.members,
             )  # fmt: skip
             self.share = max(param.nbytes, MIN_SHARE)

@@ -29,7 +29,12 @@ def mpi4py_first() -> None:
     from mpi4py import MPI
 
     assert MPI.Is_initialized()
-    hvd.init()
+    world = MPI.COMM_WORLD
+    mine = hvd.ProcessSet(world.Split(world.rank % 2))  # another one on each rank
+    hvd.init(process_sets=[mine])
+    assert mine.ranks == list(range(world.rank % 2, world.size, 2))
+    total = hvd.allreduce(np.ones(1), op=hvd.Sum, process_set=mine)
+    assert total == mine.size() == mine.mpi_comm.size
     use_both()
 
 

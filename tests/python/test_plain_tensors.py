@@ -13,7 +13,7 @@ from hororing import collectives, runtime
 from hororing._core import lib
 from hororing.names import default_name
 from hororing.numpy import NumpyAdapter
-from hororing.torch.adapter import DTYPES, TorchAdapter
+from hororing.torch.adapter import REDUCED, TorchAdapter
 
 BASE = torch.arange(24.0).reshape(4, 6)
 
@@ -37,7 +37,7 @@ PLAIN = {
     "parameter": torch.nn.Parameter(torch.ones(3)),
     "with a gradient": torch.ones(3, requires_grad=True),
     "of inference mode": inference(),
-} | {str(dtype): torch.zeros(5, dtype=dtype) for dtype in DTYPES}
+} | {str(dtype): torch.zeros(5, dtype=dtype) for dtype in REDUCED}
 OTHERS = {
     "transposed": BASE.t(),
     "columns": BASE[:, 1:3],
@@ -116,7 +116,7 @@ PLAIN_ARRAYS = {
     "no dimensions": np.ones(()),
     "no elements": np.empty((0, 3)),
     "one column": ARRAY[:, :1].copy()[:, 0:1],
-} | {name: np.zeros(5, name) for name in collectives.DTYPES if name != "bfloat16"}
+} | {name: np.zeros(5, name) for name in collectives.REDUCED if name != "bfloat16"}
 OTHER_ARRAYS = {
     "transposed": ARRAY.T,
     "columns": ARRAY[:, 1:3],

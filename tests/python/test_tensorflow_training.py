@@ -423,6 +423,7 @@ def case_variables_become_those_of_the_root() -> None:
     rank, size = hvd.rank(), hvd.size()
     root = size - 1
     kinds = [tf.float16, tf.float32, tf.float64, tf.int64, tf.bool, tf.uint32, tf.uint64]
+    kinds += [tf.dtypes.experimental.float8_e5m2, tf.dtypes.experimental.float8_e4m3fn]
 
     def mine(of: int) -> list[np.ndarray]:
         return [np.full([2, at], of + 1, kind.as_numpy_dtype) for at, kind in enumerate(kinds)]
@@ -451,6 +452,28 @@ def case_variables_become_those_of_the_root() -> None:
         hvd.broadcast_variables(made, "first")
     with pytest.raises(RuntimeError, match="broadcast_variables"):
         hvd.broadcast_global_variables(0)
+
+
+def case_types_without_arithmetic_are_copied() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    experimental = tf.dtypes.experimental
+    for kind in (tf.uint32, tf.uint64, experimental.float8_e5m2, experimental.int4):
+        of_rank = [np.full([size, 2], 1 + each, kind.as_numpy_dtype) for each in range(size)]
+        mine = tf.constant(of_rank[rank], kind)
+
+        def copies(mine: tf.Tensor = mine) -> list[tf.Tensor]:
+            return [hvd.broadcast(mine, size - 1), hvd.allgather(mine), hvd.alltoall(mine)]
+
+        def check(found: list[tf.Tensor], of_rank: list[Any] = of_rank) -> None:
+            wanted = [of_rank[-1], np.concatenate(of_rank)]
+            wanted.append(np.concatenate([each[rank : rank + 1] for each in of_rank]))
+            for one, other in zip(found, wanted, strict=True):
+                np.testing.assert_array_equal(one.numpy(), other)
+
+        check_both(copies, check)
+    for call in (hvd.allreduce, hvd.reducescatter):
+        with pytest.raises(ValueError, match="uint32 can be copied, not reduced; cast it to int64"):
+            call(tf.ones([size], tf.uint32))
 
 
 def case_objects_travel() -> None:

@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 
 import hororing.numpy
 import hororing.torch as hvd
-from hororing import errors, names
+from hororing import collectives, errors, names
 from hororing.torch import ops
 from hororing.torch.compression import Compressor
 
@@ -592,11 +592,42 @@ def case_threads_that_wait_and_submit_by_turns_do_not_mix_up_results() -> None:
     assert not wrong, wrong
 
 
+def case_types_without_arithmetic_are_copied() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    names = [name for name in collectives.DTYPES if hasattr(torch, name)]
+    kinds = [getattr(torch, name) for name in names if name not in ("bool", "int4", "uint4")]
+    for kind in kinds:
+        of_rank = [
+            torch.full((2 * size, 2 * kind.itemsize), 1 + each, dtype=torch.uint8).view(kind)
+            for each in range(size)
+        ]
+
+        def same(found: torch.Tensor, wanted: list[torch.Tensor], kind: torch.dtype = kind) -> None:
+            assert found.dtype is kind
+            wanted = [each.contiguous().view(torch.uint8) for each in wanted]
+            assert torch.equal(found.contiguous().view(torch.uint8), torch.cat(wanted))
+
+        mine = of_rank[rank]
+        same(hvd.broadcast(mine, size - 1), of_rank[-1:])
+        same(hvd.allgather(mine), of_rank)
+        same(hvd.alltoall(mine), [each[2 * rank : 2 * rank + 2] for each in of_rank])
+        hvd.broadcast_parameters({"x": mine}, size - 1)
+        same(mine, of_rank[-1:])
+    if size == 1:
+        return
+    kind = torch.float8_e5m2 if rank == 0 else torch.float8_e4m3fn
+    with pytest.raises(errors.MismatchError, match=r"float8_e5m2.*float8_e4m3fn"):
+        hvd.broadcast(torch.zeros(2).to(kind), 0, name="two kinds")
+
+
 def case_unsupported_types_are_refused_with_a_remedy() -> None:
     short = torch.ones(2).to(torch.float8_e4m3fn)
-    for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, lambda t: hvd.broadcast(t, 0)):
-        with pytest.raises(ValueError, match=r"float8_e4m3fn .*Compression\.bf16"):
+    reductions = [hvd.allreduce, hvd.reducescatter, lambda t: hvd.grouped_allreduce([t])[0]]
+    for call in reductions:
+        with pytest.raises(ValueError, match=r"float8_e4m3fn .*not reduced.*Compression\.bf16"):
             call(short)
+        with pytest.raises(ValueError, match=r"uint32 .*not reduced; cast it to int64"):
+            call(torch.ones(2, dtype=torch.uint32))
     for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
         result = hvd.allreduce(short, compression=compression)
         assert result.dtype == short.dtype

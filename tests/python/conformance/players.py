@@ -51,7 +51,7 @@ class Player:
         """Yield values that no verb takes, the exceptions, and parts of their texts."""
         for other in (1.5, [1.0, 2.0], "text", None, (np.ones(2),)):
             yield other, TypeError, type(other).__name__
-        for dtype in ("complex64", "uint32", "uint64", "U3", "O", "datetime64[s]", "i4,f4"):
+        for dtype in ("complex64", "longdouble", "U3", "O", "datetime64[s]", "i4,f4"):
             yield np.zeros(2, dtype), ValueError, "not supported"
         yield np.ones(2, np.dtype(np.float32).newbyteorder()), ValueError, "non-native byte order"
         yield np.ma.masked_array(np.ones(2)), ValueError, "masked"
@@ -134,7 +134,6 @@ class Torch(Player):
         for other in (1.5, [1.0, 2.0], "text", None, np.ones(2)):
             yield other, TypeError, type(other).__name__
         ones = self.ones(2)
-        yield ones.to(self.torch.float8_e5m2), ValueError, "float8_e5m2"
         yield ones.to_sparse(), ValueError, "sparse"
         yield self.torch.eye(2).to_sparse_csr(), ValueError, "use tensor.to_dense()"
         yield ones.to("meta"), ValueError, "META"
@@ -195,7 +194,7 @@ class TensorFlow(Player):
         for other in ("text", None):
             yield other, TypeError, type(other).__name__
         yield self.tf.constant(["text"]), ValueError, "string"
-        yield self.tf.constant([1, 2], self.tf.uint32), ValueError, "uint32"
+        yield self.tf.cast([1, 2], self.tf.qint8), ValueError, "qint8"
         yield self.tf.sparse.from_dense([1.0]), ValueError, "SparseTensor"
         yield self.tf.ragged.constant([[1.0], []]), ValueError, "RaggedTensor"
 
