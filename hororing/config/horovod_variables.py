@@ -62,6 +62,12 @@ UNUSED = (
         "hororing has its own arithmetic and uses shared memory, TCP or MPI",
         _other_than("mpi"),
     ),
+    Unused("HOROVOD_NUM_NCCL_STREAMS", "the batches of a device use one stream", _other_than("1")),
+    Unused(
+        "HOROVOD_GLOO_TIMEOUT_SECONDS",
+        "HORORING_TIMEOUT_S is the time without progress; hororun --start-timeout that of ssh",
+        _other_than("30"),
+    ),
     Unused("HOROVOD_ENABLE_XLA_OPS", "no operation is compiled by XLA"),
     Unused("HOROVOD_ELASTIC", "a lost rank ends the job, unless hororun --min-np has started it"),
     Unused("HOROVOD_SIZE", "ranks are the processes that the launcher started", lambda text: True),

@@ -441,7 +441,7 @@ def wrapped(
     """
     if not isinstance(optimizer, keras.Optimizer):
         of_keras_2 = type(optimizer).__module__.startswith("tf_keras.")
-        remedy = "; for tf_keras set TF_USE_LEGACY_KERAS=1 and use hororing.tensorflow.keras"
+        remedy = "; tf_keras needs hororing.tensorflow.keras, and TF_USE_LEGACY_KERAS=1"
         raise TypeError(
             f"optimizer must be an optimizer of Keras 3, not {type(optimizer).__name__} "
             f"({optimizer!r}){remedy if of_keras_2 else ''}"

@@ -659,7 +659,7 @@ def test_rank_0_says_what_horovods_variables_do_not_do():
         "hvd.barrier()"
     )
     done = job(
-        2, "-c", program, HOROVOD_ENABLE_XLA_OPS="1", HOROVOD_NUM_NCCL_STREAMS="2",
+        2, "-c", program, HOROVOD_ENABLE_XLA_OPS="1", HOROVOD_BATCH_D2D_MEMCOPIES="1",
         HOROVOD_LOG_LEVEL="INFO", HOROVOD_FUSION_THRESHOLD="4096",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -669,7 +669,7 @@ def test_rank_0_says_what_horovods_variables_do_not_do():
     assert "WARNING" in said[0]
     assert "HOROVOD_ENABLE_XLA_OPS=1 has no effect here: no operation is" in said[0]
     assert "INFO" in said[1]
-    assert said[1].endswith("ignored, since they have no meaning here: HOROVOD_NUM_NCCL_STREAMS")
+    assert said[1].endswith("ignored, since they have no meaning here: HOROVOD_BATCH_D2D_MEMCOPIES")
 
 
 @pytest.mark.parametrize("size", tiers.choose([1, 2, 4], push=[2]))

@@ -145,19 +145,24 @@ def test_who_asks_for_what_there_is_not_is_told_what_happens_instead():
         "HOROVOD_ENABLE_XLA_OPS": "1",
         "HOROVOD_CPU_OPERATIONS": "CCL",
         "HOROVOD_AUTOTUNE": "1",
+        "HOROVOD_NUM_NCCL_STREAMS": "4",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "9",
     }
     assert config.load(environ)
     notes = config.horovod_notes(environ)
-    assert [level for level, _ in notes] == [logging.WARNING] * 3
+    assert [level for level, _ in notes] == [logging.WARNING] * 5
+    assert "HOROVOD_NUM_NCCL_STREAMS=4 has no effect" in notes[2][1]
+    assert "HORORING_TIMEOUT_S" in notes[3][1]
     assert "HOROVOD_AUTOTUNE=1 has no effect here: the defaults are as fast" in notes[0][1]
     assert "HOROVOD_CPU_OPERATIONS=CCL" in notes[1][1]
-    assert "HOROVOD_ENABLE_XLA_OPS=1 has no effect here: no operation is" in notes[2][1]
+    assert "HOROVOD_ENABLE_XLA_OPS=1 has no effect here: no operation is" in notes[4][1]
 
 
 def test_other_variables_without_a_meaning_share_one_line_that_has_no_values():
     environ = {
-        "HOROVOD_NUM_NCCL_STREAMS": "4",
+        "HOROVOD_BATCH_D2D_MEMCOPIES": "1",
         "HOROVOD_SECRET_KEY": "abc",
+        "HOROVOD_NUM_NCCL_STREAMS": "1",
         # Variables with default values, empty ones, and supported ones cause no message.
         "HOROVOD_ENABLE_XLA_OPS": "0",
         "HOROVOD_CONTROLLER": "mpi",
@@ -167,7 +172,7 @@ def test_other_variables_without_a_meaning_share_one_line_that_has_no_values():
     assert config.horovod_notes(environ) == [
         (
             logging.INFO,
-            "ignored, since they have no meaning here: HOROVOD_NUM_NCCL_STREAMS, "
+            "ignored, since they have no meaning here: HOROVOD_BATCH_D2D_MEMCOPIES, "
             "HOROVOD_SECRET_KEY",
         )
     ]
