@@ -37,6 +37,7 @@ from hororing.fit_callbacks import NOTHING_REDUCED
 from hororing.keras.backends import Accumulator, backend
 from hororing.optimizer_settings import Settings
 from hororing.process_sets import global_process_set
+from hororing.replica_check import Digest, ReplicaCheck, digest
 
 Update = Callable[[list[Any], Any], Any]  # of gradients and their weight, or None
 
@@ -53,6 +54,7 @@ class _State:
         self.accumulator: Accumulator | None = None
         self.places: list[int] = []  # of the variables whose gradients it adds up
         self.stepper: Stepper | None = None
+        self.check: ReplicaCheck | None = None
         self.weight: Any = None  # a function or a variable; None: all ranks count the same
 
 
@@ -246,14 +248,41 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         return result
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """End `model.fit`. RuntimeError if it trained without a single reduction."""
+        """End `model.fit`. RuntimeError if it trained without a single reduction.
+
+        MismatchError if ranks have trained different variables.
+        """
         var_list = list(var_list)
         super().finalize_variable_values(var_list)
         state = self._hororing
-        if state.was_called or not self._settings.reduces or not var_list:
+        if not self._settings.reduces or not var_list:
+            return
+        if state.was_called:
+            self._compare_variables()
             return
         if int(ops.convert_to_numpy(self.iterations)) > state.first_iteration:
             raise RuntimeError(NOTHING_REDUCED)
+
+    def _compare_variables(self) -> None:
+        """Compare the ranks' variables, once. They may be broadcast after the first execution."""
+        check = self._hororing.check
+        if check is None:
+            remedy = (
+                "Pass callbacks.BroadcastGlobalVariablesCallback(0) to model.fit. "
+                "HORORING_CHECK_PARAMETERS=0 turns this check off"
+            )
+            check = ReplicaCheck("DistributedOptimizer", self._settings.process_set, remedy)
+            self._hororing.check = check
+        if check.is_due and type(self).__bases__[0] is Distributed:
+            variables = self._combined_variables(self._trainable_variables)
+            arrays = [ops.convert_to_numpy(variable) for variable in variables]
+            digests = [
+                Digest(name, f"{array.dtype}{[*array.shape]}", digest(array))
+                for name, array in zip(self._names(variables), arrays, strict=True)
+            ]
+            check.start(f"{self._settings.name}/parameters", lambda: digests)
+            if check.is_started:
+                check.finish()
 
     def __setattr__(self, name: str, value: Any) -> None:
         # LossScaleOptimizer does this to its inner optimizer when it is created.

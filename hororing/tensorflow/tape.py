@@ -19,6 +19,7 @@ from hororing.tensorflow.gradients import (
     unique_names,
     variable_key,
 )
+from hororing.tensorflow.replicas import compare
 from hororing.tensorflow.tensors import check_devices, checked_weight
 
 
@@ -58,12 +59,17 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
         names = unique_names(prefix, flat)
         if use_generic_names:
             names = [f"{prefix}/grad_{at}" for at in range(len(flat))]
+        keys = [variable_key(source) for source in flat]
+        compare(
+            [each for each, key in zip(flat, keys, strict=True) if key not in self._local],
+            self._options.process_set,
+        )
         # A gradient in slices is one gradient, though it consists of tensors.
         reduced = reduce_gradients(
             tf.nest.flatten(gradients),
             names,
             self._options,
-            keys=[variable_key(source) for source in flat],
+            keys=keys,
             local=self._local,
             weight=self._weight,
         )

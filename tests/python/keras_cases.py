@@ -215,6 +215,17 @@ def case_a_model_that_is_not_built_is_broadcast_after_its_first_batch():
     assert_equal_on_all_ranks(model)
 
 
+def case_weights_that_were_not_broadcast_are_an_error_at_the_end_of_fit():
+    if hvd.size() == 1:
+        return
+    model = network(seed=hvd.rank())
+    with pytest.raises(
+        errors.MismatchError, match=r"kernel.*rank 0: .*BroadcastGlobalVariablesCallback"
+    ):
+        fit(model, hvd.DistributedOptimizer(sgd()), steps=2)
+    fit(model, hvd.DistributedOptimizer(sgd()), steps=2, callbacks=[Broadcast(0)])
+
+
 class Unbuilt(keras.Model):
     """`build` of such a model builds no layers in Keras 3."""
 

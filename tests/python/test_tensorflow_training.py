@@ -20,7 +20,7 @@ import tensorflow as tf
 from asked import asked_during
 
 import hororing.tensorflow as hvd
-from hororing import collectives, errors
+from hororing import collectives, errors, replica_check
 
 SHAPES = [(3, 4), (4,), (), (2, 1, 3)]
 
@@ -171,6 +171,7 @@ def case_a_tape_weighs_gradients() -> None:
         hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [0]), weight=1.0)
 
 
+@mock.patch.object(replica_check._Knob, "is_on", False)  # ranks have different variables
 def case_complex_variables_and_averages_of_integer_rows() -> None:
     rank, size = hvd.rank(), hvd.size()
     mean = sum(range(size)) / size
@@ -357,6 +358,31 @@ def case_a_graph_follows_its_set_to_another_number() -> None:
     assert not mine or total(tf.ones([])) == 1
     for each in (first, second):
         hvd.remove_process_set(each)
+
+
+def case_variables_that_were_not_broadcast_are_an_error_in_the_second_step() -> None:
+    if hvd.size() == 1:
+        return
+    for compiled, broadcasts in ((False, True), (False, False), (True, True), (True, False)):
+        sources = [tf.Variable(np.full(3, hvd.rank() + 1.0), name="w"), tf.Variable(0.0, name="b")]
+
+        def step(sources: list[tf.Variable] = sources) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(sources[0] ** 2) + tf.cast(sources[1], tf.float64)
+            gradients = hvd.DistributedGradientTape(tape).gradient(loss, sources)
+            for source, gradient in zip(sources, gradients, strict=True):
+                source.assign_sub(gradient)
+
+        run = tf.function(step) if compiled else step
+        run()
+        if broadcasts:
+            hvd.broadcast_variables(sources, root_rank=0)
+            run()
+            run()
+            continue
+        told = r"(?s)1 of 2 parameters.*'w' \(rank 0: .*call hvd\.broadcast_variables|Call hvd\.b"
+        with pytest.raises((errors.MismatchError, tf.errors.OpError), match=told):
+            run()
 
 
 def case_wrong_arguments_are_told() -> None:

@@ -1,0 +1,99 @@
+"""The comparison of the variables of a distributed tape: see hororing/replica_check.py.
+
+It is part of the second reduction since `init` or `join`, because scripts broadcast after the first
+step, which creates variables. A graph counts its steps in a variable, because it does not call
+Python. Both the count and the request belong to the first variable, not to a graph, which each rank
+may trace again at another time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+from weakref import WeakSet
+
+import tensorflow as tf
+
+from hororing import job
+from hororing.process_sets import ProcessSet
+from hororing.replica_check import Digest, ReplicaCheck, digest, may_differ
+from hororing.tensorflow.gradients import unique_names
+
+_REMEDY: Final = (
+    "Call hvd.broadcast_variables(model.variables, root_rank=0) before the first step or after it, "
+    "for those of the optimizer as well, and after hvd.join(). HORORING_CHECK_PARAMETERS=0 turns "
+    "this check off"
+)
+_CHECKS: Final = "_hororing_checks"  # an attribute of the first variable
+
+
+class _Check(ReplicaCheck):
+    """The comparison of some variables. `in_graphs` counts their reductions in this era."""
+
+    def __init__(self, process_set: ProcessSet) -> None:
+        super().__init__("DistributedGradientTape", process_set, _REMEDY)
+        self.in_python = 0
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.in_graphs = tf.Variable(0, trainable=False, dtype=tf.int64)
+        _living.add(self)
+
+    def restart(self) -> None:
+        """Count from 0 again."""
+        self.in_python = 0
+        with tf.init_scope():
+            self.in_graphs.assign(0)
+
+    def run(self, variables: Sequence[tf.Variable]) -> None:
+        """Compare the variables now. Blocks."""
+        names = unique_names("parameters", variables)
+        self.start(f"{names[0]}.of.{len(names)}", lambda: map(_digest, names, variables))
+        if self.is_started:
+            self.finish()
+
+
+_living: WeakSet[_Check] = WeakSet()
+
+
+def _restart() -> None:
+    for check in list(_living):
+        check.restart()
+
+
+job.at_era(_restart)
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def compare(sources: Sequence[Any], process_set: ProcessSet) -> None:
+    """Compare the variables among `sources`, if that is due. In a graph, add the operations."""
+    if not may_differ(process_set) or not tf.compat.v1.executing_eagerly_outside_functions():
+        return
+    variables = [each for each in map(_variable, sources) if each is not None]
+    if not variables:
+        return
+    checks = variables[0].__dict__.setdefault(_CHECKS, {})
+    key = process_set.process_set_id, len(variables)
+    if key not in checks:
+        checks[key] = _Check(process_set)
+    check = checks[key]
+    if tf.executing_eagerly():
+        check.in_python += 1
+        if check.in_python == 2:
+            check.run(variables)
+        return
+
+    def now() -> tf.Tensor:
+        with tf.control_dependencies([tf.py_function(lambda: check.run(variables), [], [])]):
+            return tf.constant(0)
+
+    tf.cond(tf.equal(check.in_graphs.assign_add(1), 2), now, lambda: tf.constant(0))
+
+
+def _variable(source: Any) -> tf.Variable | None:
+    inner = getattr(source, "value", None)
+    inner = source if inner is None or callable(inner) else inner
+    return inner if isinstance(inner, tf.Variable) and inner.dtype.is_numpy_compatible else None
+
+
+def _digest(name: str, variable: tf.Variable) -> Digest:
+    array = variable.numpy()
+    return Digest(name.partition("/")[2], f"{array.dtype}{[*array.shape]}", digest(array))
