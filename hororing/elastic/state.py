@@ -131,7 +131,8 @@ class State:
         Parameters
         ----------
         path : of the file. All hosts must see it; a host without it cannot provide the state if
-            rank 0 dies at once. It is replaced as a whole. A commit returns when it is on disk.
+            rank 0 dies at once. It is replaced as a whole. A commit returns when it is on disk, or
+            when the log has the error of the write; after 10 s a commit tries again.
         every : number of commits per write.
 
         Raises

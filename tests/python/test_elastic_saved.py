@@ -88,10 +88,6 @@ def test_a_file_that_cannot_be_is_an_error_that_names_it(tmp_path: Path):
         state(epoch=0).save_to(path)
     with pytest.raises(ValueError, match="every=0"):
         state().save_to(path, 0)
-    mine = state(epoch=0)
-    mine.save_to(tmp_path / "no" / "state")
-    with pytest.raises(FileNotFoundError):
-        mine.commit()
     with pytest.raises(TypeError, match="State can be saved in memory only"):
         elastic.State(lambda each: each, lambda: 0)._kept()
 
