@@ -249,11 +249,18 @@ TEST(factors_that_nccl_would_round_or_has_not_go_by_way_of_the_host) {
   NothingLeft();
 }
 
-TEST(factors_that_cancel_out_leave_averages_of_sixteen_bits_to_nccl) {
+TEST(averages_of_sixteen_bits_are_left_to_nccl_where_it_does_not_round_the_factor) {
   fake_gpu_reset();
-  const int64_t collectives = fake_gpu_count("collectives");
-  RunAllSums(3, {GpuMode::kNccl}, {{DataType::kBfloat16, ReduceOp::kAverage, 0.5, 2.0}}, {{100}});
-  CHECK_EQ(fake_gpu_count("collectives") - collectives, 3);
+  for (const DataType dtype : {DataType::kFloat16, DataType::kBfloat16}) {
+    // The factors of the second cancel out.
+    const std::vector<ReduceSpec> specs = {{dtype, ReduceOp::kAverage, 1.0, 1.0},
+                                           {dtype, ReduceOp::kAverage, 0.5, 2.0}};
+    for (const int size : {2, 3, 4, 6}) {
+      const int64_t collectives = fake_gpu_count("collectives");
+      RunAllSums(size, {GpuMode::kNccl}, specs, {{100}});
+      CHECK_EQ(fake_gpu_count("collectives") - collectives, size == 3 || size == 6 ? 0 : 2 * size);
+    }
+  }
   NothingLeft();
 }
 
