@@ -116,7 +116,7 @@ class BuildCore(build_ext):
         for library in libraries:
             # A new file: overwriting one that a process has mapped would crash it.
             shutil.copy2(build / f"lib{library}.so", target)
-        # A wheel of an MPI is in the environment, wherever that is; hororing/mpi.py looks there.
+        # A wheel of an MPI is in the environment, wherever that is; _engine/mpi.py looks there.
         if not any(machine.wheel_of(wrapper) for wrapper in machine.mpi_wrappers()):
             folders = [folder for each in layers(build).values() for folder in each]
             (target / "mpi_folders.txt").write_text("".join(f"{each}\n" for each in folders))

@@ -56,7 +56,7 @@ def rank(floats: int) -> None:
     import numpy as np
 
     import hororing.numpy as hvd
-    from hororing import membership
+    from hororing._engine import membership
     from hororing.errors import HororingInternalError
 
     state, step, last = np.zeros(floats, np.float32), 0, 0.0
@@ -119,7 +119,7 @@ def timed_rank(floats: int) -> None:
     import numpy as np
 
     import hororing.numpy as hvd
-    from hororing import membership
+    from hororing._engine import membership
 
     hvd.init()
     state, gradient = np.zeros(floats, np.float32), np.ones(floats, np.float32)

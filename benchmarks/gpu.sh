@@ -88,7 +88,7 @@ for ranks in "${worlds[@]}"; do
 done
 # Several ranks over NCCL: one per GPU, or two on one GPU, which NCCL supports from 2.30 on.
 gpus=$(tells 'import torch; print(torch.cuda.device_count())')
-version=$(tells 'from hororing import built; print(built.nccl_built())')
+version=$(tells 'from hororing._api import built; print(built.nccl_built())')
 by_nccl=(env HORORING_GPU=nccl)
 if ((${gpus:-0} < 2)); then
   gpus=2

@@ -23,7 +23,7 @@ import torch
 from gpu_check_training import TrainingChecks
 
 import hororing.torch as hvd
-from hororing import built
+from hororing._api import built
 
 FAKE = "FAKE_GPU" in os.environ
 SHAPES = ((), (1,), (0, 3), (5, 7), (1003 if FAKE else 1000003,))

@@ -26,7 +26,7 @@ from gpu_check import circumstances, device_of_rank
 from torch import nn
 
 import hororing.torch as hvd
-from hororing.reduction import Reduction
+from hororing._adapters.optimizer_options import Reduction
 
 
 class Bottleneck(nn.Module):

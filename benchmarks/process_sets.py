@@ -19,7 +19,7 @@ from record import arguments, save
 from turns import summary
 
 import hororing.numpy as hvd
-from hororing.process_sets import register
+from hororing._requests.process_sets import register
 
 DIRECT_SETS = 15  # kSlotSets in csrc/transport/shm/segment.h, minus the world
 

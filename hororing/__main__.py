@@ -13,10 +13,13 @@ import sys
 from importlib import metadata
 
 import hororing
-from hororing import config, fabric, launch, mpi, nccl, runtime
+from hororing import config
+from hororing._api import init
 from hororing._core import ffi, lib
+from hororing._engine import mpi, nccl
+from hororing._job import launchers, networks
+from hororing._job.launchers import Launch
 from hororing.config import documentation
-from hororing.launch import Launch
 
 _FRAMEWORKS = ("torch", "tensorflow", "keras")
 
@@ -24,7 +27,7 @@ _FRAMEWORKS = ("torch", "tensorflow", "keras")
 # `run`. Only the module of the command that is called is imported.
 _COMMANDS = {
     "doctor": (
-        "hororing.doctor",
+        "hororing._engine.doctor",
         "show what the ranks of a job are doing, or were doing when it ended",
     ),
     "store": (
@@ -94,9 +97,9 @@ def _try_allreduce() -> tuple[bool, str]:
 
         import hororing.numpy as hvd
 
-        launch.run_alone()
-        launch.write_no_files()
-        runtime.start(Launch())
+        launchers.run_alone()
+        launchers.write_no_files()
+        init.start(Launch())
         total = hvd.allreduce(np.arange(5, dtype=np.float32), op=hvd.Sum, name="info")
         hvd.shutdown()
     except Exception as error:  # any error belongs into the report
@@ -151,7 +154,7 @@ def _between_hosts() -> str:
     chosen = config.load()["TRANSPORT"]
     if chosen != "auto":
         return f"HORORING_TRANSPORT={chosen}"
-    network = fabric.fast(launch.environment())
+    network = networks.fast(launchers.environment())
     if not network:
         return "TCP, since no network here is faster with MPI"
     return f"MPI under mpirun, if all hosts have a network such as {network}; else TCP"

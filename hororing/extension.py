@@ -5,13 +5,13 @@ Adapters add their own parts: `hororing.torch.extension`, `hororing.keras.extens
 
 from __future__ import annotations
 
-from hororing.collectives import abandon
-from hororing.compression import Compressor, NoneCompressor
-from hororing.job import host_names
-from hororing.membership import is_elastic
-from hororing.names import OPTIMIZER, default_name
-from hororing.process_sets import check_member, find, obtain
-from hororing.reduction import Reduction, check_reduction, checked_passes
+from hororing._adapters.optimizer_options import Reduction, check_reduction, checked_passes
+from hororing._engine.membership import is_elastic
+from hororing._engine.state import host_names
+from hororing._requests.compression import Compressor, NoneCompressor
+from hororing._requests.handles import abandon
+from hororing._requests.names import OPTIMIZER, default_name
+from hororing._requests.process_sets import check_member, find, obtain
 
 __all__ = [
     "OPTIMIZER",

@@ -11,24 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from hororing import arguments, collectives, exports
-from hororing.exports import *  # noqa: F403
-from hororing.objects import allgather_object, broadcast_object
-from hororing.verbs import Verbs, barrier, join, poll, synchronize
+from hororing._api import exports
+from hororing._api.exports import *  # noqa: F403
+from hororing._requests import arguments, handles
+from hororing._requests.objects import allgather_object, broadcast_object
+from hororing._requests.verbs import Verbs, barrier, join, poll, synchronize
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # NumPy's own types; others are found by their names.
-_NUMBERS = {
-    np.dtype(name): number for name, number in collectives.DTYPES.items() if hasattr(np, name)
-}
+_NUMBERS = {np.dtype(name): number for name, number in handles.DTYPES.items() if hasattr(np, name)}
 
 
 class NumpyAdapter:
-    """`hororing.adapter.Adapter` for `numpy.ndarray`."""
+    """`hororing._requests.adapter.Adapter` for `numpy.ndarray`."""
 
     def __init__(self) -> None:
-        self.plain_tensors = collectives.plain_tensors((np.ndarray,), "__array_struct__")
+        self.plain_tensors = handles.plain_tensors((np.ndarray,), "__array_struct__")
 
     def check(self, tensor: object, verb: str) -> Array:
         """Accept arrays and NumPy scalars."""
@@ -42,11 +41,11 @@ class NumpyAdapter:
             )
         if isinstance(tensor, np.ma.MaskedArray):
             raise ValueError(f"{verb}: masked arrays are not supported; use array.filled(...)")
-        if tensor.dtype.name not in collectives.DTYPES or not tensor.dtype.isnative:
+        if tensor.dtype.name not in handles.DTYPES or not tensor.dtype.isnative:
             raise ValueError(
                 f"{verb}: arrays of {tensor.dtype.newbyteorder('=')!s}"
                 f"{'' if tensor.dtype.isnative else ' in non-native byte order'} are not supported"
-                f"; use one of {', '.join(collectives.DTYPES)}"
+                f"; use one of {', '.join(handles.DTYPES)}"
             )
         return tensor
 
@@ -73,7 +72,7 @@ class NumpyAdapter:
         """Return address, data type and shape."""
         number = _NUMBERS.get(tensor.dtype)
         if number is None:
-            number = collectives.DTYPES[tensor.dtype.name]
+            number = handles.DTYPES[tensor.dtype.name]
         return tensor.ctypes.data, number, tensor.shape
 
     def copy(self, target: Array, source: Array) -> None:
@@ -82,7 +81,7 @@ class NumpyAdapter:
 
     def device(self, tensor: Array) -> int:
         """Return the host."""
-        return collectives.HOST
+        return handles.HOST
 
     def stream(self, device: int) -> int:
         """Return the default: nothing is computed in it."""
@@ -94,7 +93,7 @@ class NumpyAdapter:
     def mark_written(self, tensors: Sequence[Array]) -> None:
         """Do nothing: NumPy does not track writes."""
 
-    def gathered(self, result: collectives.Gathered, like: Array) -> Array:
+    def gathered(self, result: handles.Gathered, like: Array) -> Array:
         """Wrap the core's memory."""
         if result.buffer is None:
             return self.empty_rows(like, result.rows)

@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t kEvents = 1024, kName = 49, kMaxText = 3500;
 
-// hororing/recorder.py reads this layout.
+// hororing/_engine/recorder.py reads this layout.
 struct Entry {
   std::atomic<int64_t> time_ns;  // 0: it is being written
   int32_t process_set;

@@ -1,6 +1,6 @@
 // Recorder: the last events of this process and the stack of its main thread, for other ranks and
 // `python -m hororing doctor`. They are in a file that the Python package creates and reads
-// (hororing/recorder.py) and that is mapped here, so they survive a kill.
+// (hororing/_engine/recorder.py) and that is mapped here, so they survive a kill.
 //
 // One per process, like the queue of the log. Thread-safe, without locks.
 #pragma once

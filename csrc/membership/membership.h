@@ -44,7 +44,7 @@ class Membership {
   Updates UpdatesSince(int64_t generation) const;
 
  private:
-  // The layout of FRAME in hororing/rendezvous/protocol.py; little-endian.
+  // The layout of FRAME in hororing/_job/rendezvous/protocol.py; little-endian.
   struct Frame {
     uint32_t kind;
     int32_t rank;  // to blame

@@ -24,7 +24,7 @@ struct Queue {
   unsigned long thread;            // the thread whose backward pass reports its end; 0: none
 };
 
-// The states of a gradient (hororing/prepared.py has them, too).
+// The states of a gradient (hororing/_requests/persistent.py has them, too).
 enum State : int {
   kAsk,     // not computed; the hook asks may_send()
   kReady,   // not computed; the hook sends it

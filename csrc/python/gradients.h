@@ -1,4 +1,4 @@
-// The common path of gradients through an optimizer's hooks. hororing/torch/gradient.py and
+// The common path of gradients through an optimizer's hooks. hororing/torch/_optimizer/gradient.py and
 // reducer.py own these objects and handle all other cases.
 #pragma once
 

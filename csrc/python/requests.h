@@ -1,4 +1,4 @@
-// Requests of plain tensors, from submission to result, in the tables of hororing/collectives.py.
+// Requests of plain tensors, from submission to result, in the tables of hororing/_requests/handles.py.
 // Under the GIL, which is released only for waiting.
 #pragma once
 

@@ -4,7 +4,7 @@
 // only if a job has more than one rank, so a job of one rank neither needs nor initialises MPI.
 //
 // The library is not linked to MPI: a matching MPI library must be loaded before it, with visible
-// symbols (hororing/mpi.py).
+// symbols (hororing/_engine/mpi.py).
 //
 // Only the loop's thread calls MPI (Wake does not). If the script initialised MPI with less than
 // MPI_THREAD_MULTIPLE, creation is refused: two threads inside a SERIALIZED Open MPI crash

@@ -7,10 +7,10 @@ from __future__ import annotations
 MODULES = {
     "horovod": "hororing.as_horovod.horovod",
     "horovod.common": "hororing.as_horovod.horovod.common",
-    "horovod.common.basics": "hororing.basics",
+    "horovod.common.basics": "hororing._api.basics",
     "horovod.common.elastic": "hororing.elastic",
     "horovod.common.exceptions": "hororing.as_horovod.horovod.common.exceptions",
-    "horovod.common.process_sets": "hororing.process_sets",
+    "horovod.common.process_sets": "hororing._requests.process_sets",
     "horovod.common.util": "hororing.as_horovod.horovod.common.util",
     "horovod.runner": "hororing.as_horovod.horovod.runner",
     "horovod.runner.common": "hororing.as_horovod.horovod.runner.common",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hororing import launch
+from hororing._job import launchers
 from hororing.config import horovod_variables
 from hororing.config.forms import CORES, LEVELS, STEPS, BadText
 from hororing.config.knobs import KNOBS, PREFIX, Alias, Knob
@@ -125,10 +125,10 @@ def _read(knob: Knob, env: Mapping[str, str]) -> Setting:
 
 def _refuse_unknown(env: Mapping[str, str]) -> None:
     knobs = [knob.variable for knob in KNOBS]
-    known = {*knobs, *launch.VARIABLES}
+    known = {*knobs, *launchers.VARIABLES}
     unknown = [name for name in env if name.startswith(PREFIX) and name not in known]
     if unknown:
-        misspelt = difflib.get_close_matches(unknown[0], launch.VARIABLES, n=1, cutoff=0.9)
+        misspelt = difflib.get_close_matches(unknown[0], launchers.VARIABLES, n=1, cutoff=0.9)
         nearest = (misspelt or difflib.get_close_matches(unknown[0], knobs, n=1, cutoff=0))[0]
         # Do not show the value: it may be a secret with a misspelt name.
         shown = "..." if "SECRET" in nearest else repr(env[unknown[0]])

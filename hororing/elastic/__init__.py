@@ -7,10 +7,10 @@ hororing.keras.elastic; see docs/elastic.md.
 
 from __future__ import annotations
 
+from hororing._engine.membership import history
 from hororing.elastic.loop import run, run_fn
 from hororing.elastic.state import ObjectState, State
 from hororing.errors import HororingInternalError, HorovodInternalError, HostsUpdatedInterrupt
-from hororing.membership import history
 
 __all__ = [
     "HororingInternalError",

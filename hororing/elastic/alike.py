@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import hororing.numpy as hvd
-from hororing import job, membership, runtime
+from hororing._api import init
+from hororing._engine import membership, state
 from hororing.errors import MismatchError
 
 _NAMED: Final = 3  # differences in an error text
@@ -64,9 +65,9 @@ def check(parts: Mapping[str, str], digests: Sequence[int], settled: Sequence[bo
         for rank, digest in enumerate(digests)
         if digest != wanted
     }
-    mine = misfits.get(job.rank())
+    mine = misfits.get(state.rank())
     if mine is not None:
-        runtime.shutdown()  # as the others do: a generation that ends, not one that fails
+        init.shutdown()  # as the others do: a generation that ends, not one that fails
         raise MismatchError(f"elastic: {mine}")
     raise MisfitsFound(misfits)
 
@@ -81,7 +82,7 @@ def misfits_of(error: Exception | None) -> dict[int, str]:
     *before, world = membership.history()
     uid = world.members[error.rank].uid
     known = any(uid == each.uid for earlier in before for each in earlier.members)
-    if known or world.generation == 1 or error.rank == job.rank():
+    if known or world.generation == 1 or error.rank == state.rank():
         return {}
     return {error.rank: str(error)}
 

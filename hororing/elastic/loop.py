@@ -6,7 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
-from hororing import job, membership, names, runtime
+from hororing._api import init
+from hororing._engine import membership
+from hororing._engine import state as engine_state
+from hororing._requests import names
 from hororing.elastic.alike import MisfitsFound, misfits_of
 from hororing.elastic.state import RedistributeSamples
 from hororing.errors import HororingInternalError, HostsUpdatedInterrupt
@@ -110,12 +113,12 @@ def _call(func: Train, state: Any, args: Any, kwargs: Any, optimizers: names.Cou
 
 def reset() -> None:
     """Form the job again. Blocks until the remaining and the new ranks have called it."""
-    static, formed = job.process.process_sets, False
+    static, formed = engine_state.process.process_sets, False
     while not formed:
-        runtime.shutdown()
+        init.shutdown()
         try:
-            runtime.init(process_sets=static)
+            init.init(process_sets=static)
             formed = True
         except HororingInternalError:
-            if not job.is_initialized():
+            if not engine_state.is_initialized():
                 raise  # otherwise another rank was lost while process sets were registered

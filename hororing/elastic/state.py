@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 import hororing.numpy as hvd
-from hororing import job, membership
+from hororing._engine import membership, state
 from hororing.elastic import alike, saved
 from hororing.elastic.steps import Steps
 from hororing.errors import HostsUpdatedInterrupt
@@ -193,12 +193,12 @@ class State:
         That is `size()`, except for a replayed step. Use it to count the samples of all ranks.
         """
         if self._steps is None:
-            return job.size()
+            return state.size()
         self._steps.read_counter()
-        return self._steps.recorded_ranks or job.size()
+        return self._steps.recorded_ranks or state.size()
 
     def _leave_if_due(self, replayed: bool) -> None:
-        if job.is_initialized() and not membership.is_elastic():
+        if state.is_initialized() and not membership.is_elastic():
             return
         if self._steps is not None and self._steps.updates_shared:
             known = self._last_update
@@ -252,7 +252,7 @@ class State:
         The ranks decide together: those that stay may need nothing, while another has just joined.
         """
         commits = self._commits
-        if job.is_initialized() and job.size() > 1:
+        if state.is_initialized() and state.size() > 1:
             rows = self._gathered(int(needed), commits)
             needed, commits = bool(rows[:, 0].any()), int(rows[:, 1].max())
         if needed:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-from hororing import job, membership
+from hororing._engine import membership, state
+from hororing._job.rendezvous.generations import Member
 from hororing.elastic.state import ObjectState
 from hororing.elastic.steps import Steps
-from hororing.rendezvous.generations import Member
 
 
 class SteppedState(ObjectState):
@@ -96,14 +96,14 @@ class SteppedState(ObjectState):
         if steps is None:
             return super()._synchronize(needed)
         world = membership.history()[-1]
-        if job.size() > 1:
+        if state.size() > 1:
             is_new = steps.place[:2] == (0, 0) or steps.place.step != world.step
-            needed = job.rank() > 0 and is_new
+            needed = state.rank() > 0 and is_new
             digest = 0 if needed else self._digest()
             rows = self._gathered(needed, digest, steps.place.marks)
             lacks = rows[:, 0].astype(bool)
             alike, marked = (len(set(rows[~lacks, column])) == 1 for column in (1, 2))
-            steps.inconsistent = job.rank() != 0  # until everything has been received
+            steps.inconsistent = state.rank() != 0  # until everything has been received
             if lacks.any() or not alike:
                 # Only rank 0 has the copy of its mark.
                 self._prepare_sync(world.members, lacks.tolist(), alike and marked)

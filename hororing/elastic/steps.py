@@ -25,7 +25,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 import hororing.numpy as hvd
-from hororing import arguments, collectives, job
+from hororing._engine import state
+from hororing._requests import arguments, handles
 from hororing.errors import HororingInternalError
 
 _BITS = 2  # for the kind of change, below its time
@@ -104,7 +105,7 @@ class Steps:
             self._replayed = self._to_replay.pop(0)
             return None
         place = self.place
-        self.place = Place(place.step + 1, 0, (*place.since_mark, job.size()))
+        self.place = Place(place.step + 1, 0, (*place.since_mark, state.size()))
         self._replayed = 0
         result = apply()
         # If a rank is lost, the next gradients fail; others may have ended after this step.
@@ -147,7 +148,7 @@ class Steps:
         for _ in range(replayed):
             self._replayed = self._to_replay.pop(0)
         if taken:
-            since_mark = self.place.since_mark + (job.size(),) * taken
+            since_mark = self.place.since_mark + (state.size(),) * taken
             self.place = Place(self.place.step + taken, 0, since_mark)
         self.inconsistent = self.inconsistent or begun != taken  # it failed halfway
         if replayed or begun:
@@ -207,5 +208,5 @@ class Steps:
     def end(self) -> None:
         """Abandon the request that shares updates."""
         if self._sharing:
-            collectives.abandon(self._sharing, None)
+            handles.abandon(self._sharing, None)
         self._sharing = 0

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 import hororing.numpy as hvd
-from hororing import collectives, job, objects
+from hororing._engine import state
+from hororing._requests import handles as request_handles
+from hororing._requests import objects
 from hororing.elastic.stepped import SteppedState
 from hororing.elastic.steps import Steps
 
@@ -26,7 +28,7 @@ class VariablesState(SteppedState):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(broadcast, job.rank, **kwargs)
+        super().__init__(broadcast, state.rank, **kwargs)
         self._saved_values: list[Array] = self._read()
 
     def _variables(self) -> list[Any]:
@@ -76,11 +78,11 @@ class VariablesState(SteppedState):
         # Rank 0 determines the variables, because a new optimizer may lack some.
         kinds = broadcast([(each.shape, each.dtype.name) for each in self._saved_values])
         values = self._saved_values
-        if job.rank() != 0:
+        if state.rank() != 0:
             values = [np.empty(shape, dtype) for shape, dtype in kinds]
         send(values)
         super().sync()
-        if job.rank() != 0:
+        if state.rank() != 0:
             self._saved_values = values
             self._assign(values)
 
@@ -100,7 +102,7 @@ def send(arrays: Iterable[Array]) -> None:
         hvd.broadcast_async_(each.reshape(-1).view(np.uint8), 0, name=f"elastic.state.{number}")
         for number, each in enumerate(arrays)
     ]
-    collectives.wait_all(handles)
+    request_handles.wait_all(handles)
 
 
 class Stepper(Protocol):

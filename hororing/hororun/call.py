@@ -24,7 +24,7 @@ from typing import Any
 import cloudpickle
 
 from hororing.errors import PeerLostError, ShutDownError
-from hororing.hororun.local import append
+from hororing.hororun.host.local import append
 
 RETURNED, RAISED = b"R", b"E"
 HEAD_BYTES = 9

@@ -19,15 +19,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO
 
-from hororing import launch, limits
-from hororing.hororun import allocation, cgroup, elastic_flags, knob_flags, numa, plan, start
-from hororing.hororun.ending import Grace
-from hororing.hororun.job import CannotStartError
-from hororing.hororun.local import STDERR, STDOUT
-from hororing.hororun.output import Output
-from hororing.hororun.plan import Place, Rendezvous
-from hororing.hosts import Host
-from hororing.rendezvous import protocol
+from hororing._job import launchers, limits
+from hororing._job.rendezvous import protocol
+from hororing.hororun.flags import allocation, knobs
+from hororing.hororun.flags import elastic as elastic_module
+from hororing.hororun.flags.host_lists import Host
+from hororing.hororun.host import cgroup, numa
+from hororing.hororun.host.local import STDERR, STDOUT
+from hororing.hororun.host.output import Output
+from hororing.hororun.job import plan, start
+from hororing.hororun.job.ending import Grace
+from hororing.hororun.job.fixed import CannotStartError
+from hororing.hororun.job.plan import Place, Rendezvous
 
 _NOT_FOUND, _FAILED = 127, 1
 
@@ -62,7 +65,7 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error("--mpi-args needs --mpi, which starts the ranks with mpirun")
     try:
         variables = _variables(arguments)
-        elastic = elastic_flags.chosen(arguments, lambda: _hosts(arguments)[0], variables)
+        elastic = elastic_module.chosen(arguments, lambda: _hosts(arguments)[0], variables)
         placed = [] if elastic else _placed(arguments)
         size = elastic.max_np if elastic else len(placed)
         only_from = _ranks(arguments.only_output_from, size)
@@ -146,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only-output-from", metavar="0,4-6",
         help="standard output of these ranks only; errors are always shown")  # fmt: skip
     add("--start-timeout", type=_seconds, metavar="S",
-        default=launch.environment().get("HOROVOD_START_TIMEOUT", "60"),
+        default=launchers.environment().get("HOROVOD_START_TIMEOUT", "60"),
         help="longest that other hosts may take to answer (60)")  # fmt: skip
     add("--grace", type=_seconds, metavar="S",
         help="time between the request to end and the end, for all ranks (5 after a failure, 30 or "
@@ -159,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("-p", "--ssh-port", type=_positive, metavar="PORT", help="of ssh")
     add("-i", "--ssh-identity-file", metavar="FILE", help="of ssh")
-    elastic_flags.add_arguments(parser, _positive, _seconds)
+    elastic_module.add_arguments(parser, _positive, _seconds)
     add("--mpi", action="store_true", help="print the mpirun line for this, and run it")
     add(
         "--mpi-args",
@@ -176,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-v", "--version", action="version", version=f"hororun {_version()}")
     add("--verbose", dest="print_topology", action="store_true", help=argparse.SUPPRESS)
     add("--gloo", action="store_true", help=argparse.SUPPRESS)  # without MPI, as hororun is
-    knob_flags.add_arguments(parser)
+    knobs.add_arguments(parser)
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -250,8 +253,8 @@ def _hosts(arguments: argparse.Namespace) -> tuple[list[Host], allocation.Alloca
 
 
 def _allocation() -> allocation.Allocation | None:
-    found = allocation.find(launch.environment())
-    outer = launch.detect()
+    found = allocation.find(launchers.environment())
+    outer = launchers.detect()
     if found is not None and outer.launched and "SLURM" in outer.sign:
         raise ValueError(
             f"srun has started hororun itself as several tasks ({outer.sign}): start it once, "
@@ -263,7 +266,7 @@ def _allocation() -> allocation.Allocation | None:
 def _grace(given: float | None) -> Grace:
     if given is not None:
         return Grace(given, given)
-    schedulers_s = allocation.kill_wait_s(launch.environment())
+    schedulers_s = allocation.kill_wait_s(launchers.environment())
     # hororun must still be able to say who has not ended.
     return Grace() if schedulers_s is None else Grace(asked_s=max(schedulers_s - 1, 1))
 
@@ -298,7 +301,7 @@ def _ranks(text: str | None, size: int) -> set[int] | None:
 
 def _variables(arguments: argparse.Namespace) -> dict[str, str]:
     """Variables for the ranks of all hosts: settings, most of which must be the same, and -x."""
-    own = launch.environment()
+    own = launchers.environment()
     found = start.settings()
     for text in arguments.variables:
         name, equals, value = text.partition("=")
@@ -315,7 +318,7 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str]:
         found[name] = value if equals else own[name]
     if arguments.num_replicas:
         found["HORORING_NUM_REPLICAS"] = str(arguments.num_replicas)
-    return {**found, **knob_flags.chosen(arguments)}
+    return {**found, **knobs.chosen(arguments)}
 
 
 def _membership(directory: str | None) -> Path | None:
@@ -336,7 +339,7 @@ def _output(
     for name, number, own in ((STDOUT, 1, sys.__stdout__), (STDERR, 2, sys.__stderr__)):
         if own is not None:  # closed at start: the number may be another file's by now
             streams[name] = io.FileIO(number, "w", closefd=False)
-    plain = "NO_COLOR" in launch.environment()
+    plain = "NO_COLOR" in launchers.environment()
     return Output(
         streams,
         size,
@@ -418,7 +421,7 @@ def _flags(words: list[str], arguments: argparse.Namespace) -> list[str]:
 
 
 def _bound(python: str, flags: list[str], command: list[str]) -> list[str]:
-    return [python, "-m", "hororing.hororun.bind", *flags, "--", *command]
+    return [python, "-m", "hororing.hororun.host.bind", *flags, "--", *command]
 
 
 def _stdin() -> IO[bytes] | None:
@@ -456,13 +459,13 @@ def _mpirun(arguments: argparse.Namespace, placed: list[Place], command: list[st
         words += ["-H", ",".join(protocol.show_address(*each) for each in slots.items())]
     if arguments.tag_output is not False and len(placed) > 1:
         words += ["--output", "tag"]
-    flags = knob_flags.chosen(arguments)
+    flags = knobs.chosen(arguments)
     if arguments.num_replicas:
         flags["HORORING_NUM_REPLICAS"] = str(arguments.num_replicas)
     given = [*arguments.variables, *(f"{name}={value}" for name, value in flags.items())]
     # One -x for each name: the last.
     passed = {text.partition("=")[0]: text for text in [*start.settings(), *given]}
-    own = launch.environment()
+    own = launchers.environment()
     for name, equals, value in [text.partition("=") for text in passed.values()]:
         if equals and name not in flags and not name.startswith(_OF_MPIRUN):
             own[name], passed[name] = value, name

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hororing.errors import RunError
-from hororing.hororun import elastic_flags
-from hororing.hororun.elastic import ElasticJob
-from hororing.hororun.elastic_flags import Elastic
-from hororing.hosts import Host
+from hororing.hororun.flags import elastic
+from hororing.hororun.flags.elastic import Elastic
+from hororing.hororun.flags.host_lists import Host
+from hororing.hororun.job.elastic import ElasticJob
 
 _NUMBERS = {"num_proc": "np", "min_np": "min_np", "max_np": "max_np", "slots_per_host": "slots"}
 
@@ -26,8 +26,8 @@ def chosen(
         value = asked[flag]
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}={value!r} is not a whole number from 1")
-    flags = argparse.Namespace(**dict.fromkeys(elastic_flags.NOT_ELASTIC), **asked)
-    return elastic_flags.chosen(flags, lambda: named, variables)
+    flags = argparse.Namespace(**dict.fromkeys(elastic.NOT_ELASTIC), **asked)
+    return elastic.chosen(flags, lambda: named, variables)
 
 
 class EndedElastic:

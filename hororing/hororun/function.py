@@ -13,17 +13,19 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TextIO
 
-from hororing import config, launch
+from hororing import config
+from hororing._job import launchers
 from hororing.errors import RunError
-from hororing.hororun import elastic_call, plan, start
+from hororing.hororun import elastic_call
 from hororing.hororun.call import PROGRAM, RAISED, RankException, describe, read
 from hororing.hororun.elastic_call import EndedElastic
-from hororing.hororun.ending import Grace
-from hororing.hororun.job import CannotStartError
-from hororing.hororun.local import STDERR, STDOUT
-from hororing.hororun.output import Output
-from hororing.hororun.plan import Place
-from hororing.hosts import Host
+from hororing.hororun.flags.host_lists import Host
+from hororing.hororun.host.local import STDERR, STDOUT
+from hororing.hororun.host.output import Output
+from hororing.hororun.job import plan, start
+from hororing.hororun.job.ending import Grace
+from hororing.hororun.job.fixed import CannotStartError
+from hororing.hororun.job.plan import Place
 
 _MPI = "there is no MPI between these ranks: start a script with mpirun instead"
 # Arguments of Horovod, with their replacements.
@@ -223,7 +225,7 @@ def _check(func: object, args: object, hosts: object, others: Mapping[str, Any])
 
 
 def _refuse_in_rank() -> None:
-    here = launch.detect()
+    here = launchers.detect()
     if here.launched and not config.load()["ALONE"]:
         raise ValueError(
             f"run: this process is rank {here.rank or 0} of a job itself ({here.launcher} has "

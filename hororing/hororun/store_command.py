@@ -15,10 +15,11 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from hororing import bootstrap, config, limits
-from hororing.hororun import history
-from hororing.rendezvous import protocol
-from hororing.rendezvous.elastic_store import (
+from hororing import config
+from hororing._job import bootstrap, limits
+from hororing._job.endpoints import KUBERNETES_PORT
+from hororing._job.rendezvous import protocol
+from hororing._job.rendezvous.elastic_store import (
     Apart,
     Done,
     ElasticStore,
@@ -28,7 +29,7 @@ from hororing.rendezvous.elastic_store import (
     Lost,
     World,
 )
-from hororing.starts import KUBERNETES_PORT
+from hororing.hororun.job import history
 
 _DEFAULT = f"127.0.0.1:{KUBERNETES_PORT}"
 

@@ -9,8 +9,8 @@
 All names and recipes: docs/keras.md.
 """
 
-from hororing import exports
-from hororing.exports import *  # noqa: F403
+from hororing._api import exports
+from hororing._api.exports import *  # noqa: F403
 from hororing.keras import callbacks, elastic, values
 from hororing.keras.compression import Compression
 from hororing.keras.optimizer import (

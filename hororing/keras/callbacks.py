@@ -8,15 +8,15 @@ from typing import Any
 import keras
 from keras import ops
 
-from hororing import fit_callbacks
+from hororing._adapters import fit_callbacks
+from hororing._api.init import size
 from hororing.keras.backends import backend
 from hororing.keras.distributed import WRONG_ORDER, Distributed
 from hororing.keras.values import broadcast_variables
-from hororing.runtime import size
 
 
 class BroadcastGlobalVariablesCallback(fit_callbacks.Broadcast, keras.callbacks.Callback):  # type: ignore[misc]
-    """Broadcasts one rank's weights and optimizer variables: hororing.fit_callbacks.Broadcast.
+    """Broadcasts one rank's weights and optimizer variables: _adapters.fit_callbacks.Broadcast.
 
     Also raises ValueError for a LossScaleOptimizer around a distributed optimizer, and for XLA
     (``jit_compile=True``) on TensorFlow.
@@ -55,7 +55,7 @@ class BroadcastGlobalVariablesCallback(fit_callbacks.Broadcast, keras.callbacks.
 
 
 class MetricAverageCallback(fit_callbacks.MetricAverage, keras.callbacks.Callback):  # type: ignore[misc]
-    """Averages all metrics over the ranks: hororing.fit_callbacks.MetricAverage.
+    """Averages all metrics over the ranks: hororing._adapters.fit_callbacks.MetricAverage.
 
     >>> model.fit(x, y, callbacks=[hvd.callbacks.MetricAverageCallback()])
     """
@@ -65,7 +65,7 @@ class LearningRateScheduleCallback(
     fit_callbacks.LearningRateSchedule,
     keras.callbacks.Callback,  # type: ignore[misc]
 ):
-    """Sets the learning rate: hororing.fit_callbacks.LearningRateSchedule.
+    """Sets the learning rate: hororing._adapters.fit_callbacks.LearningRateSchedule.
 
     >>> decay = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.9**epoch)
     >>> model.fit(x, y, callbacks=[decay])
@@ -91,7 +91,7 @@ def velocities(optimizer: Any) -> list[Any]:
 
 
 class LearningRateWarmupCallback(fit_callbacks.LearningRateWarmup, LearningRateScheduleCallback):
-    """Raises the learning rate: hororing.fit_callbacks.LearningRateWarmup.
+    """Raises the learning rate: hororing._adapters.fit_callbacks.LearningRateWarmup.
 
     >>> warmup = hvd.callbacks.LearningRateWarmupCallback(0.1 * hvd.size(), warmup_epochs=5)
     >>> model.fit(x, y, callbacks=[warmup])
@@ -99,7 +99,7 @@ class LearningRateWarmupCallback(fit_callbacks.LearningRateWarmup, LearningRateS
 
 
 class BestModelCheckpoint(fit_callbacks.BestModel, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """Saves the best model so far, on rank 0 only: hororing.fit_callbacks.BestModel.
+    """Saves the best model so far, on rank 0 only: hororing._adapters.fit_callbacks.BestModel.
 
     >>> best = hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath="best.keras")
     >>> model.fit(x, y, callbacks=[hvd.callbacks.MetricAverageCallback(), best])

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from keras import backend, ops
 
-from hororing.compression import CastCompressor, Compressor, NoneCompressor, WithoutState
+from hororing._requests.compression import CastCompressor, Compressor, NoneCompressor, WithoutState
 
 
 class _Cast(CastCompressor):

@@ -21,8 +21,11 @@ from typing import Any
 import keras
 from keras import ops
 
-from hororing import membership
-from hororing.arguments import (
+from hororing._adapters.fit_callbacks import NOTHING_REDUCED
+from hororing._adapters.optimizer_settings import Settings
+from hororing._adapters.replica_check import Digest, ReplicaCheck, digest
+from hororing._engine import membership
+from hororing._requests.arguments import (
     OF_A_LAYER,
     Adasum,
     Average,
@@ -32,12 +35,9 @@ from hororing.arguments import (
     check_weight,
     op_name,
 )
+from hororing._requests.process_sets import global_process_set
 from hororing.elastic.variables import Stepper
-from hororing.fit_callbacks import NOTHING_REDUCED
 from hororing.keras.backends import Accumulator, backend
-from hororing.optimizer_settings import Settings
-from hororing.process_sets import global_process_set
-from hororing.replica_check import Digest, ReplicaCheck, digest
 
 Update = Callable[[list[Any], Any], Any]  # of gradients and their weight, or None
 

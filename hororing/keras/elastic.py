@@ -28,8 +28,9 @@ import keras
 from keras import ops
 
 from hororing import elastic
+from hororing._adapters import elastic_callbacks
 from hororing.elastic import *  # noqa: F403
-from hororing.elastic import fit, run_fn
+from hororing.elastic import run_fn
 from hororing.elastic.loop import reset
 from hororing.elastic.variables import ModelState
 from hororing.keras.backends import backend
@@ -60,16 +61,16 @@ class KerasState(ModelState):
         return ops.convert_to_numpy(variable)
 
 
-class CommitStateCallback(fit.CommitState, keras.callbacks.Callback):  # type: ignore[misc]
-    """Commits the state: hororing.elastic.fit.CommitState."""
+class CommitStateCallback(elastic_callbacks.CommitState, keras.callbacks.Callback):  # type: ignore[misc]
+    """Commits the state: hororing._adapters.elastic_callbacks.CommitState."""
 
 
-class UpdateBatchStateCallback(fit.UpdateBatchState, keras.callbacks.Callback):  # type: ignore[misc]
-    """Counts batches in ``state.batch``: hororing.elastic.fit.UpdateBatchState."""
+class UpdateBatchStateCallback(elastic_callbacks.UpdateBatchState, keras.callbacks.Callback):  # type: ignore[misc]
+    """Counts batches in ``state.batch``: hororing._adapters.elastic_callbacks.UpdateBatchState."""
 
 
-class UpdateEpochStateCallback(fit.UpdateEpochState, keras.callbacks.Callback):  # type: ignore[misc]
-    """Notes the epoch in ``state.epoch``: hororing.elastic.fit.UpdateEpochState."""
+class UpdateEpochStateCallback(elastic_callbacks.UpdateEpochState, keras.callbacks.Callback):  # type: ignore[misc]
+    """Notes the epoch in ``state.epoch``: hororing._adapters.elastic_callbacks.UpdateEpochState."""
 
 
 __all__ = [

@@ -8,11 +8,11 @@ from typing import Any
 
 import keras
 
-from hororing.arguments import Average
-from hororing.compression import Compressor, NoneCompressor
+from hororing._adapters.optimizer_settings import checked_settings
+from hororing._requests.arguments import Average
+from hororing._requests.compression import Compressor, NoneCompressor
+from hororing._requests.process_sets import ProcessSet, global_process_set
 from hororing.keras.distributed import wrapped
-from hororing.optimizer_settings import checked_settings
-from hororing.process_sets import ProcessSet, global_process_set
 
 
 def DistributedOptimizer(

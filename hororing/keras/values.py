@@ -13,13 +13,14 @@ import numpy as np
 from keras import ops
 
 import hororing.numpy as hvd
-from hororing import arguments, collectives
-from hororing.arguments import Average
-from hororing.collectives import DTYPES
-from hororing.compression import Compressor, NoneCompressor
-from hororing.names import default_name, without_numbers
-from hororing.objects import allgather_object, broadcast_object
-from hororing.verbs import barrier, join
+from hororing._requests import arguments
+from hororing._requests import handles as request_handles
+from hororing._requests.arguments import Average
+from hororing._requests.compression import Compressor, NoneCompressor
+from hororing._requests.handles import DTYPES
+from hororing._requests.names import default_name, without_numbers
+from hororing._requests.objects import allgather_object, broadcast_object
+from hororing._requests.verbs import barrier, join
 
 
 def _array(value: Any) -> Any:
@@ -105,7 +106,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
         name = f"{prefix}.{number}.{without_numbers(str(variable.path))}"
         handles.append(hvd.broadcast_async_(sent, root_rank, name=name))
         arrays.append((sent, array.dtype, array.shape))
-    collectives.wait_all(handles)
+    request_handles.wait_all(handles)
     for variable, (sent, dtype, shape) in zip(variables, arrays, strict=True):
         variable.assign(sent.view(dtype).reshape(shape))
 

@@ -22,21 +22,22 @@ from typing import Any
 
 import ray
 
-from hororing import config, process_end
+from hororing import config
+from hororing._engine import shutdown
+from hororing._job.rendezvous import protocol
+from hororing._job.rendezvous.elastic_store import ElasticStore
 from hororing.errors import RunError
 from hororing.hororun import function
 from hororing.hororun.call import RAISED, RETURNED, packed, pickled, raised
-from hororing.hororun.discovery import Found
-from hororing.hororun.elastic import ElasticJob
 from hororing.hororun.elastic_call import EndedElastic
-from hororing.hororun.elastic_flags import Elastic
-from hororing.hororun.ending import OTHERS, Grace
-from hororing.hororun.local import RESULT, STDERR, Program
-from hororing.hororun.output import Output
-from hororing.hosts import Host
+from hororing.hororun.flags.elastic import Elastic
+from hororing.hororun.flags.host_lists import Host
+from hororing.hororun.host.local import RESULT, STDERR, Program
+from hororing.hororun.host.output import Output
+from hororing.hororun.job.discovery import Found
+from hororing.hororun.job.elastic import ElasticJob
+from hororing.hororun.job.ending import OTHERS, Grace
 from hororing.ray import ranks
-from hororing.rendezvous import protocol
-from hororing.rendezvous.elastic_store import ElasticStore
 
 _POLL_S = 1.0  # time between two checks for free resources
 _GRACE_S = 5.0
@@ -239,11 +240,11 @@ class _Process:
         try:
             make, fn = call
             code, answer = 0, packed(RETURNED, pickled(fn(make() if make else None)))
-            process_end.leave()
+            shutdown.leave()
         except SystemExit as error:  # of `init` if the job no longer needs it, or of the script
             code, answer = error.code if isinstance(error.code, int) else bool(error.code), b""
-            process_end.leave(error if code else None)
+            shutdown.leave(error if code else None)
         except BaseException as error:
             code, answer = 1, packed(RAISED, pickle.dumps(raised(error)))
-            process_end.leave(error)
+            shutdown.leave(error)
         return int(code), answer

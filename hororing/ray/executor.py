@@ -13,13 +13,13 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import get_current_placement_group, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hororing import runtime
+from hororing._api import init
+from hororing._job.rendezvous.store import Store
 from hororing.errors import PeerLostError, RunError, ShutDownError
-from hororing.hororun import plan
-from hororing.hororun.elastic_flags import Elastic
+from hororing.hororun.flags.elastic import Elastic
+from hororing.hororun.job import plan
 from hororing.ray import elastic, ranks
 from hororing.ray.ranks import Location
-from hororing.rendezvous.store import Store
 
 # How long the other ranks may continue after a failure, and how long they may take to shut down.
 _GRACE_S = 5.0
@@ -426,7 +426,7 @@ class _Worker:
         return fn(self._executable)
 
     def leave(self) -> None:
-        runtime.shutdown()
+        init.shutdown()
 
 
 def _call_of(

@@ -8,13 +8,13 @@ from typing import Any
 
 import ray
 
-from hororing import launch
-from hororing.hororun import plan, start
-from hororing.hororun.agent import free_port
-from hororing.hororun.local import memory_file
-from hororing.hororun.plan import Rendezvous
-from hororing.rendezvous import protocol
-from hororing.rendezvous.store import Store
+from hororing._job import launchers
+from hororing._job.rendezvous import protocol
+from hororing._job.rendezvous.store import Store
+from hororing.hororun.host.agent import free_port
+from hororing.hororun.host.local import memory_file
+from hororing.hororun.job import plan, start
+from hororing.hororun.job.plan import Rendezvous
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def start_store(
 
 def become(variables: Mapping[str, str], secret: bytes) -> None:
     """Make this process a rank, before it calls `init`."""
-    launch.become({**variables, "HORORING_SECRET_FD": str(memory_file("secret", secret))})
+    launchers.become({**variables, "HORORING_SECRET_FD": str(memory_file("secret", secret))})
 
 
 def variables(

@@ -11,13 +11,13 @@ from typing import Any
 
 from pyspark import InheritableThread, SparkContext
 
+from hororing._job.rendezvous import protocol
+from hororing._job.rendezvous.store import Store
 from hororing.errors import RunError
-from hororing.hororun import start
 from hororing.hororun.call import describe
 from hororing.hororun.function import results
-from hororing.hororun.job import describe as describe_code
-from hororing.rendezvous import protocol
-from hororing.rendezvous.store import Store
+from hororing.hororun.job import start
+from hororing.hororun.job.fixed import describe as describe_code
 from hororing.spark.task import Outcome, TaskSettings, run_rank
 
 _CHECK_S = 0.5

@@ -14,14 +14,22 @@ from io import FileIO, RawIOBase
 
 from pyspark import BarrierTaskContext
 
-from hororing import launch
-from hororing.hororun import plan
-from hororing.hororun.agent import free_port
+from hororing._job import launchers
+from hororing._job.rendezvous import interfaces, protocol
 from hororing.hororun.call import PROGRAM
-from hororing.hororun.local import RESULT, STDERR, STDOUT, LocalRanks, Program, memory_file, step
-from hororing.hororun.output import Output
-from hororing.hororun.plan import Rendezvous
-from hororing.rendezvous import interfaces, protocol
+from hororing.hororun.host.agent import free_port
+from hororing.hororun.host.local import (
+    RESULT,
+    STDERR,
+    STDOUT,
+    LocalRanks,
+    Program,
+    memory_file,
+    step,
+)
+from hororing.hororun.host.output import Output
+from hororing.hororun.job import plan
+from hororing.hororun.job.plan import Rendezvous
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ def run_rank(task: TaskSettings, _: Iterable[int]) -> Iterator[Outcome]:
     place = plan.by_host([everybody[i][0] for i in order])[rank]
     environment = {
         "PYTHONUNBUFFERED": "1",
-        **launch.inherited(),
+        **launchers.inherited(),
         **task.variables,
         **plan.environment(place, len(order), rendezvous),
     }

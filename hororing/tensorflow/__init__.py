@@ -14,8 +14,8 @@ All names and recipes: docs/tensorflow.md.
 
 from __future__ import annotations
 
-from hororing import exports
-from hororing.exports import *  # noqa: F403
+from hororing._api import exports
+from hororing._api.exports import *  # noqa: F403
 from hororing.tensorflow import elastic, state, topology, util, verbs
 from hororing.tensorflow import mpi_ops as mpi_ops
 from hororing.tensorflow.compression import Compression

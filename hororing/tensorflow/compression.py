@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hororing.compression import CastCompressor, Compressor, NoneCompressor, WithoutState
+from hororing._requests.compression import CastCompressor, Compressor, NoneCompressor, WithoutState
 
 
 class _Cast(CastCompressor):

@@ -23,12 +23,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from hororing import elastic, membership
+from hororing import elastic
+from hororing._engine import membership
 from hororing.elastic import *  # noqa: F403
 from hororing.elastic import run_fn
 from hororing.elastic.loop import reset
 from hororing.elastic.variables import ModelState, Stepper, VariablesState
-from hororing.tensorflow.requests import convert_error
+from hororing.tensorflow._tensor.requests import convert_error
 from hororing.tensorflow.steps import CountedSteps, count_steps_of
 
 

@@ -14,15 +14,15 @@ from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
-from hororing import arguments
-from hororing.arguments import OF_A_LAYER, Average, Sum
-from hororing.collectives import ALLGATHER, ALLREDUCE
-from hororing.names import without_numbers
-from hororing.process_sets import ProcessSet
-from hororing.reduction import Reduction, checked_reduction
-from hororing.tensorflow.names import in_graph
-from hororing.tensorflow.requests import Request, carry_out
-from hororing.tensorflow.tensors import checked_weight
+from hororing._adapters.optimizer_options import Reduction, checked_reduction
+from hororing._requests import arguments
+from hororing._requests.arguments import OF_A_LAYER, Average, Sum
+from hororing._requests.handles import ALLGATHER, ALLREDUCE
+from hororing._requests.names import without_numbers
+from hororing._requests.process_sets import ProcessSet
+from hororing.tensorflow._tensor.names import in_graph
+from hororing.tensorflow._tensor.requests import Request, carry_out
+from hororing.tensorflow._tensor.tensors import checked_weight
 from hororing.tensorflow.verbs import averaged_slices
 
 # A gradient: a tensor, slices of one, or None.

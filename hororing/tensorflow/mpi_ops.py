@@ -1,7 +1,7 @@
 """Horovod's name for the verbs and what belongs to them, all of it in `hororing.tensorflow` too."""
 
-from hororing import basics, exports
-from hororing.exports import *  # noqa: F403
+from hororing._api import basics, exports
+from hororing._api.exports import *  # noqa: F403
 from hororing.tensorflow import topology, verbs
 from hororing.tensorflow.topology import *  # noqa: F403
 from hororing.tensorflow.verbs import *  # noqa: F403

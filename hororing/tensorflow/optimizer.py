@@ -11,11 +11,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from hororing.arguments import Adasum, Average, check_text
-from hororing.compression import Compressor, NoneCompressor
-from hororing.optimizer_settings import WithoutWeight
-from hororing.process_sets import ProcessSet, global_process_set
-from hororing.reduction import Reduction
+from hororing._adapters.optimizer_options import Reduction
+from hororing._adapters.optimizer_settings import WithoutWeight
+from hororing._requests.arguments import Adasum, Average, check_text
+from hororing._requests.compression import Compressor, NoneCompressor
+from hororing._requests.process_sets import ProcessSet, global_process_set
+from hororing.tensorflow._tensor.tensors import check_devices
 from hororing.tensorflow.gradients import (
     checked_key,
     checked_options,
@@ -24,7 +25,6 @@ from hororing.tensorflow.gradients import (
     unique_names,
     variable_key,
 )
-from hororing.tensorflow.tensors import check_devices
 
 
 class _DistributedV1(WithoutWeight, tf.compat.v1.train.Optimizer):  # type: ignore[misc]

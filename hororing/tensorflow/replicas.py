@@ -1,4 +1,4 @@
-"""The comparison of the variables of a distributed tape: see hororing/replica_check.py.
+"""The comparison of the variables of a distributed tape: see hororing/_adapters/replica_check.py.
 
 It is part of the second reduction since `init` or `join`, because scripts broadcast after the first
 step, which creates variables. A graph counts its steps in a variable, because it does not call
@@ -14,9 +14,9 @@ from weakref import WeakSet
 
 import tensorflow as tf
 
-from hororing import job
-from hororing.process_sets import ProcessSet
-from hororing.replica_check import Digest, ReplicaCheck, digest, may_differ
+from hororing._adapters.replica_check import Digest, ReplicaCheck, digest, may_differ
+from hororing._engine import state
+from hororing._requests.process_sets import ProcessSet
 from hororing.tensorflow.gradients import unique_names
 
 _REMEDY: Final = (
@@ -59,7 +59,7 @@ def _restart() -> None:
         check.restart()
 
 
-job.at_era(_restart)
+state.at_era(_restart)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

@@ -7,12 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from hororing import arguments, objects
-from hororing.collectives import BROADCAST
-from hororing.process_sets import ProcessSet, check_member, global_process_set
+from hororing._requests import arguments, objects
+from hororing._requests.handles import BROADCAST
+from hororing._requests.process_sets import ProcessSet, check_member, global_process_set
+from hororing.tensorflow._tensor.requests import Request, carry_out
+from hororing.tensorflow._tensor.tensors import checked_tensor
 from hororing.tensorflow.gradients import step_prefix, unique_names
-from hororing.tensorflow.requests import Request, carry_out
-from hororing.tensorflow.tensors import checked_tensor
 
 
 def broadcast_variables(

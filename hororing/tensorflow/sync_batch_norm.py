@@ -17,13 +17,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hororing import membership
-from hororing.arguments import Sum
-from hororing.batch_norm_groups import GroupedLayer
-from hororing.collectives import ALLGATHER, ALLREDUCE
-from hororing.process_sets import ProcessSet, global_process_set
-from hororing.tensorflow.names import in_graph
-from hororing.tensorflow.requests import Request, carry_out
+from hororing._adapters.batch_norm_groups import GroupedLayer
+from hororing._engine import membership
+from hororing._requests.arguments import Sum
+from hororing._requests.handles import ALLGATHER, ALLREDUCE
+from hororing._requests.process_sets import ProcessSet, global_process_set
+from hororing.tensorflow._tensor.names import in_graph
+from hororing.tensorflow._tensor.requests import Request, carry_out
 from hororing.tensorflow.which_keras import is_legacy
 
 

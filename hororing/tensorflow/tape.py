@@ -7,10 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hororing.arguments import Average
-from hororing.compression import Compressor, NoneCompressor
-from hororing.process_sets import ProcessSet, global_process_set
-from hororing.reduction import Reduction
+from hororing._adapters.optimizer_options import Reduction
+from hororing._requests.arguments import Average
+from hororing._requests.compression import Compressor, NoneCompressor
+from hororing._requests.process_sets import ProcessSet, global_process_set
+from hororing.tensorflow._tensor.tensors import check_devices, checked_weight
 from hororing.tensorflow.gradients import (
     checked_key,
     checked_options,
@@ -20,7 +21,6 @@ from hororing.tensorflow.gradients import (
     variable_key,
 )
 from hororing.tensorflow.replicas import compare
-from hororing.tensorflow.tensors import check_devices, checked_weight
 
 
 class Seen:

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hororing import arguments
+from hororing._requests import arguments
 
 
 def _executing_eagerly() -> bool:

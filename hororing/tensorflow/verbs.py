@@ -14,13 +14,19 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from hororing import arguments, control, membership
-from hororing.arguments import Adasum, Average, Sum
-from hororing.compression import Compressor, NoneCompressor, check_compression, compressed
-from hororing.process_sets import ProcessSet, check_member, global_process_set, rank_and_size
-from hororing.tensorflow import autograd
-from hororing.tensorflow.names import request_name
-from hororing.tensorflow.tensors import (
+from hororing._engine import membership
+from hororing._requests import arguments, control
+from hororing._requests.arguments import Adasum, Average, Sum
+from hororing._requests.compression import Compressor, NoneCompressor, check_compression, compressed
+from hororing._requests.process_sets import (
+    ProcessSet,
+    check_member,
+    global_process_set,
+    rank_and_size,
+)
+from hororing.tensorflow._tensor import autograd
+from hororing.tensorflow._tensor.names import request_name
+from hororing.tensorflow._tensor.tensors import (
     check_devices,
     checked_list,
     checked_tensor,

@@ -19,11 +19,11 @@ if not hasattr(torch.amp, "GradScaler"):
         f"hororing.torch needs PyTorch 2.3 or later; {torch.__version__} lacks torch.amp.GradScaler"
     )
 
-from hororing import exports
-from hororing.exports import *  # noqa: F403
+from hororing._api import exports
+from hororing._api.exports import *  # noqa: F403
 from hororing.torch import elastic, ops, state
 from hororing.torch import mpi_ops as mpi_ops
-from hororing.torch import trained_alone as trained_alone
+from hororing.torch._optimizer import trained_alone
 from hororing.torch.compression import Compression
 from hororing.torch.ops import *  # noqa: F403
 from hororing.torch.optimizer import DistributedOptimizer

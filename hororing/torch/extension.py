@@ -15,7 +15,7 @@ and use `_settings` and `_reducer`, which is None if this rank reduces with no o
 
 from __future__ import annotations
 
-from hororing.torch.gradient_optimizer import Distributed, parameters
+from hororing.torch._optimizer.distributed import Distributed, parameters
 from hororing.torch.optimizer import become, checked_names
 
 __all__ = ["Distributed", "become", "checked_names", "parameters"]

@@ -1,7 +1,7 @@
 """Horovod's name for the verbs and what belongs to them. `hororing.torch` has the same names."""
 
-from hororing import basics, exports
-from hororing.exports import *  # noqa: F403
+from hororing._api import basics, exports
+from hororing._api.exports import *  # noqa: F403
 from hororing.torch import ops
 from hororing.torch.ops import *  # noqa: F403
 

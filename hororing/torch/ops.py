@@ -1,6 +1,6 @@
-"""The verbs on torch tensors. See `hororing.verbs.Verbs` for what each does.
+"""The verbs on torch tensors. See `hororing._requests.verbs.Verbs` for what each does.
 
-The blocking verbs that return new tensors are differentiable: `hororing.torch.autograd` says how.
+The blocking verbs that return new tensors are differentiable: `hororing.torch._tensor.autograd` says how.
 Verbs that write in place and asynchronous ones are not recorded.
 """
 
@@ -14,15 +14,20 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.autograd import forward_ad
 
-from hororing import arguments
-from hororing import verbs as neutral
-from hororing.compression import compressed
-from hororing.names import default_name, uncount
-from hororing.process_sets import ProcessSet, check_member, global_process_set, rank_and_size
-from hororing.torch import autograd
-from hororing.torch.autograd import Request
-from hororing.torch.uncompiled import uncompiled
-from hororing.torch.verbs import verbs
+from hororing._requests import arguments
+from hororing._requests import verbs as neutral
+from hororing._requests.compression import compressed
+from hororing._requests.names import default_name, uncount
+from hororing._requests.process_sets import (
+    ProcessSet,
+    check_member,
+    global_process_set,
+    rank_and_size,
+)
+from hororing.torch._tensor import autograd
+from hororing.torch._tensor.autograd import Request
+from hororing.torch._tensor.uncompiled import uncompiled
+from hororing.torch._tensor.verbs import verbs
 
 F = TypeVar("F", bound=Callable[..., Any])
 

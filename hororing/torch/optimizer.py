@@ -20,22 +20,28 @@ from typing import Any, cast
 import torch
 from torch.nn.parameter import is_lazy
 
-from hororing import arguments, membership
-from hororing.arguments import Adasum, Average
-from hororing.compression import Compressor, NoneCompressor, StatefulCompression
-from hororing.names import OPTIMIZER, default_name
-from hororing.process_sets import ProcessSet, global_process_set
-from hororing.reduction import Reduction, check_reduction, checked_passes, choose_groups
-from hororing.runtime import size
-from hororing.torch.adasum_optimizer import DeltaDistributed
-from hororing.torch.auto_groups import AutoGrouped, check_auto_groups
-from hororing.torch.compression.auto import Auto, Choosing, ChoosingReducer
-from hororing.torch.compression.optimizer import Compressed, CompressingReducer, check_compressed
-from hororing.torch.gradient_optimizer import (
+from hororing._adapters.optimizer_options import (
+    Reduction,
+    check_reduction,
+    checked_passes,
+    choose_groups,
+)
+from hororing._api.init import size
+from hororing._engine import membership
+from hororing._requests import arguments
+from hororing._requests.arguments import Adasum, Average
+from hororing._requests.compression import Compressor, NoneCompressor, StatefulCompression
+from hororing._requests.names import OPTIMIZER, default_name
+from hororing._requests.process_sets import ProcessSet, global_process_set
+from hororing.torch._optimizer.adasum import DeltaDistributed
+from hororing.torch._optimizer.auto_groups import AutoGrouped, check_auto_groups
+from hororing.torch._optimizer.distributed import (
     Distributed,
     Settings,
     parameters,
 )
+from hororing.torch.compression.auto import Auto, Choosing, ChoosingReducer
+from hororing.torch.compression.optimizer import Compressed, CompressingReducer, check_compressed
 
 
 def DistributedOptimizer(

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hororing import arguments, collectives, plain
-from hororing.objects import allgather_object, broadcast_object
-from hororing.runtime import rank
-from hororing.torch.gradient import zero_gradient
-from hororing.torch.gradient_optimizer import Distributed
-from hororing.torch.verbs import verbs
+from hororing._api.init import rank
+from hororing._requests import arguments, handles, plain
+from hororing._requests.objects import allgather_object, broadcast_object
+from hororing.torch._optimizer.distributed import Distributed
+from hororing.torch._optimizer.gradient import zero_gradient
+from hororing.torch._tensor.verbs import verbs
 
 
 def broadcast_parameters(
@@ -50,7 +50,7 @@ def broadcast_from(root_rank: int) -> Send:
     """Send by broadcasts."""
 
     def send(named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        collectives.wait_all(
+        handles.wait_all(
             [verbs.broadcast_async_(tensor, root_rank, name) for name, tensor in named]
         )
 

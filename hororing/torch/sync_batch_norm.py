@@ -1,7 +1,7 @@
 """SyncBatchNorm: batch normalisation over the batches of several ranks.
 
 Every rank reduces its batch to count, mean and sum of squared deviations (M2) per channel; one
-allgather and Chan's formula (hororing/torch/batch_statistics.py) make them those of the whole
+allgather and Chan's formula (hororing/torch/_tensor/batch_statistics.py) make them those of the whole
 batch. The message is float64, so that counts are exact, and has 8 (2 C + 1) bytes per rank. The
 backward pass adds up two sums per channel in one allreduce.
 
@@ -21,13 +21,13 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from hororing.arguments import Sum
-from hororing.batch_norm_groups import Grouped
-from hororing.process_sets import ProcessSet, check_type, global_process_set
+from hororing._adapters.batch_norm_groups import Grouped
+from hororing._requests.arguments import Sum
+from hororing._requests.process_sets import ProcessSet, check_type, global_process_set
 from hororing.torch import recomputation
-from hororing.torch.batch_statistics import local_statistics, merged
-from hororing.torch.uncompiled import uncompiled
-from hororing.torch.verbs import verbs
+from hororing.torch._tensor.batch_statistics import local_statistics, merged
+from hororing.torch._tensor.uncompiled import uncompiled
+from hororing.torch._tensor.verbs import verbs
 
 # Type of the sums, by that of the input.
 _SUMS: Final = {

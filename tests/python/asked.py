@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hororing import recorder
+from hororing._engine import recorder
 
 
 def asked_during(work: Callable[[], object], frame: str) -> recorder.Recording:

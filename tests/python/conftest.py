@@ -73,7 +73,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _no_engine_is_left() -> Iterator[None]:
     """End the engine that a file has started, so that the order of files does not matter."""
     yield
-    runtime = sys.modules.get("hororing.runtime")
+    runtime = sys.modules.get("hororing._api.init")
     if runtime is not None:
         runtime.shutdown()
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hororing.rendezvous.elastic_store import ElasticStore
-from hororing.rendezvous.generations import Event, Lost, World
+from hororing._job.rendezvous.elastic_store import ElasticStore
+from hororing._job.rendezvous.generations import Event, Lost, World
 
 DEADLINE_S = 200.0  # on a busy machine, four processes take a minute to import TensorFlow
 SECRET = "of these tests, 32 characters ..."
@@ -25,7 +25,7 @@ TRAIN = """
 import os, sys, time
 import numpy as np
 import hororing.numpy as hvd
-from hororing import membership
+from hororing._engine import membership
 from hororing.errors import HororingInternalError
 
 stop, step, going = sys.argv[1], 0, True

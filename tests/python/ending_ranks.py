@@ -408,10 +408,10 @@ def interrupt_init_everywhere() -> None:
     say("pid", os.getpid())
     from test_interrupts import interrupted
 
-    from hororing import runtime
+    from hororing._api import init
 
     at = 1
-    while interrupted(hvd.init, at, runtime._run, runtime._await_start):
+    while interrupted(hvd.init, at, init._run, init._await_start):
         assert hvd.is_initialized() == (lib.hr_state_now() == lib.HR_STATE_RUNNING), at
         hvd.shutdown()
         at += 1

@@ -97,16 +97,16 @@ def stand_in() -> None:
     """From now on, make hororing.torch of this process take all tensors for GPU tensors."""
     import torch
 
-    from hororing import collectives, prepared
-    from hororing.torch import reducer
-    from hororing.torch.adapter import TorchAdapter
-    from hororing.torch.verbs import verbs
+    from hororing._requests import handles, persistent
+    from hororing.torch._optimizer import reducer
+    from hororing.torch._tensor.adapter import TorchAdapter
+    from hororing.torch._tensor.verbs import verbs
 
     own = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", os.environ.get("LOCAL_RANK", "0")))
 
     class OnFakeGpu(TorchAdapter):
         def __init__(self) -> None:
-            self.plain_tensors = collectives.plain_tensors((), self.plain)  # no tensor is plain
+            self.plain_tensors = handles.plain_tensors((), self.plain)  # no tensor is plain
 
         def device(self, tensor: Any) -> int:
             return own
@@ -137,8 +137,8 @@ def stand_in() -> None:
         return call
 
     for module, names in (
-        (collectives, ("wait_in_stream", "move")),
-        (prepared, ("wait_in_stream",)),
+        (handles, ("wait_in_stream", "move")),
+        (persistent, ("wait_in_stream",)),
         (reducer, ("finish_many",)),
     ):
         for name in names:

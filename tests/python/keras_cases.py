@@ -25,8 +25,8 @@ from keras import ops
 
 import hororing.keras as hvd
 from hororing import errors
+from hororing._requests.names import default_name
 from hororing.keras.distributed import Distributed
-from hororing.names import default_name
 from hororing.toolkit.data.sharding import Shard, permutation
 from hororing.toolkit.keras.data import ShardedArrays
 
@@ -458,7 +458,7 @@ def case_options_of_the_reduction():
 def case_ranks_outside_of_the_process_set_train_by_themselves():
     if hvd.size() < 2:
         return
-    from hororing.process_sets import register
+    from hororing._requests.process_sets import register
 
     alone = register([0])
     weights = variables(3)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import hororing.numpy as hvd
-from hororing import built, errors, mpi, runtime
+from hororing import errors
+from hororing._api import built, init
+from hororing._engine import mpi
 
 
 def use_both() -> None:
@@ -86,7 +88,7 @@ def tell_threads() -> None:
     assert version
     assert "libmpi" in path
     assert level == "multiple", level
-    assert runtime.mpi_enabled()
+    assert init.mpi_enabled()
     assert built.mpi_threads_supported()
 
 

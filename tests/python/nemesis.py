@@ -35,7 +35,7 @@ import mpirun
 import nemesis_replay
 from live_job import MARK, PATIENCE_S, poll, processes_marked
 
-from hororing.rendezvous.protocol import process_of
+from hororing._job.rendezvous.protocol import process_of
 
 ROOT = Path(__file__).parents[2]
 RANKS = Path(__file__).with_name("nemesis_ranks.py")

@@ -17,7 +17,7 @@ import numpy as np
 from nemesis_replay import FLOATS, Training
 
 import hororing.numpy as hvd
-from hororing import membership
+from hororing._engine import membership
 from hororing.errors import HororingInternalError
 
 SHOWN_EVERY, ASKED_EVERY = 10, 5

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from hororing.arguments import Adasum, Average, Max, Min, Product, Sum
+from hororing._requests.arguments import Adasum, Average, Max, Min, Product, Sum
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -14,15 +14,15 @@ import torch
 
 import hororing.numpy
 import hororing.torch as hvd
-from hororing import runtime
-from hororing.launch import Launch
+from hororing._api import init
+from hororing._job.launchers import Launch
 
 
 @pytest.fixture(autouse=True)
 def engine() -> Iterator[None]:
-    runtime.start(Launch())
+    init.start(Launch())
     yield
-    runtime.shutdown()
+    init.shutdown()
 
 
 @pytest.mark.parametrize("root", [0.0, "0", None])

@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hororing
-from hororing import built, errors
+from hororing import errors
+from hororing._api import built
 from hororing.as_horovod.horovod.common import exceptions, util
 from hororing.as_horovod.names import MODULES, WAYS_OUT
 

@@ -21,11 +21,12 @@ import pretend_hosts
 import pytest
 import tiers
 
-from hororing import bootstrap, config, private_folder, starts
-from hororing.launch import Launch, detect
-from hororing.rendezvous import files, interfaces, patience, protocol, user_key
-from hororing.rendezvous.client import Member, RendezvousError
-from hororing.rendezvous.store import Store
+from hororing import config
+from hororing._job import bootstrap, endpoints, private_folder
+from hororing._job.launchers import Launch, detect
+from hororing._job.rendezvous import files, interfaces, patience, protocol, user_key
+from hororing._job.rendezvous.client import Member, RendezvousError
+from hororing._job.rendezvous.store import Store
 
 SETTINGS = {"ALONE": False, "TIMEOUT_S": 30.0}
 KEY = "a secret of a job, which no text shows"
@@ -288,7 +289,7 @@ def test_the_file_of_a_directory_is_the_users_alone(tmp_path: Path):
 def test_a_pipe_that_another_user_puts_where_srun_ranks_meet_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str
 ):
-    monkeypatch.setattr(starts, "_ONE_NODE", f"{tmp_path}/hororing-")
+    monkeypatch.setattr(endpoints, "_ONE_NODE", f"{tmp_path}/hororing-")
     monkeypatch.setattr(private_folder, "candidates", lambda: [tmp_path / "second"])
     folder = Path(f"{tmp_path}/hororing-{os.geteuid()}")
     if taken == "folder":
@@ -332,7 +333,7 @@ def test_rank_0_says_whose_file_has_its_name(tmp_path: Path, monkeypatch: pytest
 def stale(path: Path, **changes: Any) -> None:
     """Create the file of a killed rank 0, with changes as of another host."""
     script = (
-        "import os, sys; from hororing.rendezvous import files; "
+        "import os, sys; from hororing._job.rendezvous import files; "
         "files.serve(sys.argv[1], job='j', size=2, timeout_s=30); os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", script, str(path.parent)], check=True, timeout=30)

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from hororing.bucket_planning import (
+from hororing.torch._optimizer.bucket_planning import (
     Cost,
     finish_planned,
     finish_unplanned,

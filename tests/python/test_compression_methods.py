@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hororing.compression import NoneCompressor, WithoutState
+from hororing._requests.compression import NoneCompressor, WithoutState
 from hororing.torch.compression import Compression
 from hororing.torch.compression.method import Kept, Method, Piece, Steps
 

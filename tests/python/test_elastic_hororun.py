@@ -20,12 +20,12 @@ import tiers
 from hororun_jobs import DEADLINE_S, is_alive, line, numbers, replace, run, sh, wait_until
 from nemesis import ElasticRun, disturb, kill
 
-from hororing.hororun import discovery, history
+from hororing._job.rendezvous.generations import Member, World
 from hororing.hororun.command import main
-from hororing.hororun.output import Output
-from hororing.hororun.slots import Slots
-from hororing.hosts import Host
-from hororing.rendezvous.generations import Member, World
+from hororing.hororun.flags.host_lists import Host
+from hororing.hororun.host.output import Output
+from hororing.hororun.job import discovery, history
+from hororing.hororun.job.slots import Slots
 
 # ---------------------------------------------------------------------------------------------
 # Parts

@@ -11,7 +11,7 @@ STATE = """
 import os, sys, time
 import numpy as np
 import hororing.numpy as hvd
-from hororing import elastic, membership
+from hororing import elastic; from hororing._engine import membership
 
 hvd.init()
 SHAPES = {"w": eval(os.environ.get("SHAPE", "[3]")), "v": [2]}

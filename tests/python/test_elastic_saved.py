@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import tiers
 
-from hororing import elastic, membership
+from hororing import elastic
+from hororing._engine import membership
+from hororing._job.rendezvous.generations import Member, World
 from hororing.elastic import saved
 from hororing.elastic import state as state_module
 from hororing.elastic.variables import VariablesState
-from hororing.rendezvous.generations import Member, World
 
 ROOT = Path(__file__).parents[2]
 
@@ -204,7 +205,7 @@ SCRIPT = """
 import os, signal, sys, time
 import numpy as np
 import hororing.numpy as hvd
-from hororing import elastic, membership
+from hororing import elastic; from hororing._engine import membership
 import hororing
 
 hvd.init()

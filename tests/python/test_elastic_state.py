@@ -12,8 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hororing import elastic, job, membership, names
-from hororing.elastic import fit
+from hororing import elastic
+from hororing._adapters import elastic_callbacks
+from hororing._engine import membership
+from hororing._engine import state as engine_state
+from hororing._requests import names
 from hororing.elastic import state as state_module
 from hororing.elastic.partition import samples_left, share_of
 from hororing.errors import (
@@ -307,8 +310,8 @@ def test_callbacks_resume_where_the_state_is(commit_first: bool):
             raise HostsUpdatedInterrupt
 
     mine.commit = commit
-    notes = [fit.UpdateEpochState(mine), fit.UpdateBatchState(mine)]
-    commits = [fit.CommitState(mine)]
+    notes = [elastic_callbacks.UpdateEpochState(mine), elastic_callbacks.UpdateBatchState(mine)]
+    commits = [elastic_callbacks.CommitState(mine)]
     model = SimpleNamespace(stop_training=False)
     callbacks = commits + notes if commit_first else notes + commits
     with pytest.raises(HostsUpdatedInterrupt):
@@ -324,7 +327,7 @@ def test_callbacks_resume_where_the_state_is(commit_first: bool):
 def test_epochs_are_counted_however_fit_is_called(first: int):
     """Horovod's scripts train `epochs - state.epoch` more epochs, which Keras counts from 0."""
     mine = state(epoch=0, batch=0)
-    callbacks = [fit.UpdateEpochState(mine), fit.UpdateBatchState(mine)]
+    callbacks = [elastic_callbacks.UpdateEpochState(mine), elastic_callbacks.UpdateBatchState(mine)]
     model = SimpleNamespace(stop_training=False)
     for epochs in (3, 2, 4):
         before = mine.epoch
@@ -340,7 +343,10 @@ def test_commits_are_as_far_apart_as_asked():
     saved: list[int] = []
     mine.commit = lambda: saved.append(mine.batch)
     model = SimpleNamespace(stop_training=False)
-    callbacks = [fit.CommitState(mine, batches_per_commit=3), fit.UpdateBatchState(mine)]
+    callbacks = [
+        elastic_callbacks.CommitState(mine, batches_per_commit=3),
+        elastic_callbacks.UpdateBatchState(mine),
+    ]
     batches_of_epochs(callbacks, model, 7, 0, 1)
     assert saved == [3, 6, 0]
 
@@ -434,8 +440,8 @@ def test_all_ranks_send_if_one_needs_it(monkeypatch: pytest.MonkeyPatch):
         other[0, :2] = new_needs[0], 7
         return np.concatenate([mine, other])
 
-    monkeypatch.setattr(job, "is_initialized", lambda: True)
-    monkeypatch.setattr(job, "size", lambda: 2)
+    monkeypatch.setattr(engine_state, "is_initialized", lambda: True)
+    monkeypatch.setattr(engine_state, "size", lambda: 2)
     monkeypatch.setattr(state_module.hvd, "allgather", allgather)
     skipped = [*BEGIN, "reset", "adapt", "callback", "save"]
     assert traced([HostsUpdatedInterrupt(True), 1]) == ([*skipped, "func"], 1)

@@ -9,10 +9,10 @@ import pytest
 import tiers
 from elastic_ranks import ElasticJob
 
+from hororing._job.rendezvous.generations import Member
 from hororing.elastic import steps as steps_module
 from hororing.elastic.steps import Place, Steps
 from hororing.errors import ShutDownError
-from hororing.rendezvous.generations import Member
 
 # Each sample has a parameter, which decreases by 1 whenever the sample is in a step. A rank dies in
 # steps 3, 6 and 9: before any rank has all gradients; when rank 1 has applied the step, but rank 0
@@ -362,10 +362,10 @@ def test_who_lacks_the_state_asks_its_own_host():
 
 def test_only_steps_that_all_ranks_take_alike_are_agreed_on():
     torch = pytest.importorskip("torch")
-    from hororing.process_sets import ProcessSet, global_process_set
+    from hororing._requests.process_sets import ProcessSet, global_process_set
     from hororing.toolkit.torch.optim.averaging import Averaging
-    from hororing.torch.adasum_optimizer import DeltaDistributed
-    from hororing.torch.gradient_optimizer import Distributed
+    from hororing.torch._optimizer.adasum import DeltaDistributed
+    from hororing.torch._optimizer.distributed import Distributed
 
     def agrees(mixin: type, ranks: ProcessSet) -> bool:
         settings = SimpleNamespace(options=SimpleNamespace(process_set=ranks))

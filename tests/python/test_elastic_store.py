@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from hororing.rendezvous import protocol
-from hororing.rendezvous.admission import NOTHING, Findings
-from hororing.rendezvous.client import Deadline, Member, RendezvousError
-from hororing.rendezvous.elastic_member import ElasticMember, RefusedError, RetiredError
-from hororing.rendezvous.elastic_store import ElasticStore
-from hororing.rendezvous.generations import Ended, Event, Lost, World
+from hororing._job.rendezvous import protocol
+from hororing._job.rendezvous.admission import NOTHING, Findings
+from hororing._job.rendezvous.client import Deadline, Member, RendezvousError
+from hororing._job.rendezvous.elastic_member import ElasticMember, RefusedError, RetiredError
+from hororing._job.rendezvous.elastic_store import ElasticStore
+from hororing._job.rendezvous.generations import Ended, Event, Lost, World
 
 SECRET = bytes(range(32))
 DEADLINE_S = 30.0
@@ -148,7 +148,7 @@ def test_who_beats_lives_and_who_stops_is_lost_and_fenced():
 
 
 def test_the_first_sign_of_life_may_take_longer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hororing.rendezvous.elastic_store._FIRST_BEAT", 100)
+    monkeypatch.setattr("hororing._job.rendezvous.elastic_store._FIRST_BEAT", 100)
     with opened(np=1, peer_timeout_s=0.3) as (store, events):
         slow = member(store)
         time.sleep(0.6)

@@ -28,7 +28,7 @@ from live_job import PATIENCE_S, poll
 
 from hororing.__main__ import main
 from hororing.hororun import store_command
-from hororing.hororun.agent import free_port
+from hororing.hororun.host.agent import free_port
 
 ROOT = Path(__file__).parents[2]
 RANKS = Path(__file__).with_name("nemesis_ranks.py")

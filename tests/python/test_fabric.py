@@ -8,8 +8,8 @@ import mpirun
 import pretend_hosts
 import pytest
 
-from hororing import fabric
-from hororing.rendezvous import interfaces
+from hororing._job import networks as job_networks
+from hororing._job.rendezvous import interfaces
 
 # Three engines, one after the other, on two hosts. First all ranks claim a fast network, then only
 # rank 0, which does not matter if the user chooses the transport.
@@ -17,13 +17,13 @@ SCRIPT = """
 import os
 
 import numpy as np
-import hororing.fabric
+import hororing._job.networks
 import hororing.numpy as hvd
 
 has = True
 for transport in ("auto", "auto", "mpi"):
     os.environ["HORORING_TRANSPORT"] = transport
-    hororing.fabric.fast = lambda _: "mlx5_0" if has else ""
+    hororing._job.networks.fast = lambda _: "mlx5_0" if has else ""
     hvd.init()
     assert hvd.allreduce(np.ones(3), op=hvd.Sum).tolist() == [3.0] * 3
     has = hvd.rank() == 0
@@ -38,22 +38,22 @@ def port(root: Path, device: str, state: str) -> None:
 
 
 def test_a_port_that_is_up_and_can_be_opened_is_a_fast_network(tmp_path: Path):
-    assert fabric.fast({}, tmp_path) == ""
+    assert job_networks.fast({}, tmp_path) == ""
     port(tmp_path, "mlx5_0", "1: DOWN\n")
     port(tmp_path, "mlx5_1", "4: ACTIVE\n")
-    assert fabric.fast({}, tmp_path) == ""  # a container without its device files
+    assert job_networks.fast({}, tmp_path) == ""  # a container without its device files
     (tmp_path / "dev/infiniband").mkdir(parents=True)
     (tmp_path / "dev/infiniband/uverbs1").touch()
-    assert fabric.fast({}, tmp_path) == "mlx5_1"
+    assert job_networks.fast({}, tmp_path) == "mlx5_1"
     (tmp_path / "sys/class/cxi/cxi0").mkdir(parents=True)
-    assert fabric.fast({}, tmp_path) == "cxi0"
+    assert job_networks.fast({}, tmp_path) == "cxi0"
 
 
 def test_what_the_user_tells_open_mpi_counts_more(tmp_path: Path):
     (tmp_path / "sys/class/cxi/cxi0").mkdir(parents=True)
-    assert fabric.fast({"OMPI_MCA_pml": "ob1"}, tmp_path) == ""
-    assert fabric.fast({"OMPI_MCA_pml": "ucx"}, tmp_path / "none") == "OMPI_MCA_pml=ucx"
-    assert fabric.fast({"OMPI_MCA_pml": ""}, tmp_path) == "cxi0"
+    assert job_networks.fast({"OMPI_MCA_pml": "ob1"}, tmp_path) == ""
+    assert job_networks.fast({"OMPI_MCA_pml": "ucx"}, tmp_path / "none") == "OMPI_MCA_pml=ucx"
+    assert job_networks.fast({"OMPI_MCA_pml": ""}, tmp_path) == "cxi0"
 
 
 def test_tcp_takes_the_network_that_open_mpi_is_told_to_take(monkeypatch: pytest.MonkeyPatch):
@@ -62,9 +62,9 @@ def test_tcp_takes_the_network_that_open_mpi_is_told_to_take(monkeypatch: pytest
     )
 
     def address(networks: str) -> str:
-        return fabric.tcp_address({"OMPI_MCA_btl_tcp_if_include": networks})
+        return job_networks.tcp_address({"OMPI_MCA_btl_tcp_if_include": networks})
 
-    assert fabric.tcp_address({}) == "10.1.0.7"
+    assert job_networks.tcp_address({}) == "10.1.0.7"
     assert address("192.168.0.0/16") == "192.168.3.4"
     assert address("172.16.0.0/12,192.168.3.0/24") == "192.168.3.4"
     assert address("lo") == "127.0.0.1"

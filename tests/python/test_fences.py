@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hororing import exports
+from hororing._api import exports
 
 ROOT = Path(__file__).parents[2]
 CORE = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cc", ".h", ".inc"})
@@ -36,7 +36,7 @@ TOOLKIT = {("toolkit", framework) for framework in FRAMEWORKS}
 # The toolkit may import the API of scripts, and the API for extensions.
 PUBLIC = {
     "hororing", "hororing.config", "hororing.errors", "hororing.extension", "hororing.numpy",
-    "hororing.process_sets", "hororing.timeline",
+    "hororing._requests.process_sets", "hororing._engine.timeline",
 }  # fmt: skip
 PUBLIC_OF = {
     "torch": {"hororing.torch.ops", "hororing.torch.extension"},
@@ -189,7 +189,7 @@ def test_only_adapters_import_frameworks():
     assert users(neutral, rf"^\s*(from|import) ({'|'.join(FRAMEWORKS)})\b") == set()
     # On demand, if torch's launcher has started the ranks (ADR 47).
     loads = rf"import_module\([\"']({'|'.join(FRAMEWORKS)})\b"
-    assert users(neutral, loads) == {"hororing/rendezvous/torch_store.py"}
+    assert users(neutral, loads) == {"hororing/_job/rendezvous/torch_store.py"}
 
 
 @pytest.mark.parametrize(("folder", "library"), [("ray", "ray"), ("spark", "pyspark")])

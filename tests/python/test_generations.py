@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hororing.rendezvous.admission import Findings
-from hororing.rendezvous.generations import (
+from hororing._job.rendezvous.admission import Findings
+from hororing._job.rendezvous.generations import (
     ADDED,
     REMOVED,
     Apart,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hororing import nccl
+from hororing._engine import nccl
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -64,14 +64,14 @@ def test_nccl_of_a_package_is_found_and_loaded_without_a_framework():
     nccl_include()
     assert nccl.libraries().endswith("nvidia/nccl/lib/libnccl.so.2:libnccl.so.2")
     script = (
-        "import sys, hororing.built; version = hororing.built.nccl_built();"
+        "import sys, hororing._api.built; version = hororing._api.built.nccl_built();"
         "assert version >= 21400, version; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_library_that_is_named_and_not_there_is_none(monkeypatch: pytest.MonkeyPatch):
-    from hororing import built
+    from hororing._api import built
 
     monkeypatch.setenv("HORORING_NCCL_LIBRARY", "/nowhere/libnccl.so.2")
     assert built.nccl_built() == 0

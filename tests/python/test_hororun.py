@@ -30,13 +30,13 @@ from hororun_jobs import (
     wait_until,
 )
 
+from hororing._job.rendezvous import interfaces
 from hororing.config.knobs import KNOBS
-from hororing.hororun import plan
 from hororing.hororun.command import _grace, main
-from hororing.hororun.ending import Grace
-from hororing.hororun.output import Output
-from hororing.hosts import Host
-from hororing.rendezvous import interfaces
+from hororing.hororun.flags.host_lists import Host
+from hororing.hororun.host.output import Output
+from hororing.hororun.job import plan
+from hororing.hororun.job.ending import Grace
 
 # ---------------------------------------------------------------------------------------------
 # Parts
@@ -230,7 +230,7 @@ def test_ranks_know_their_places_and_the_secret_is_a_descriptor():
 
 def test_programs_that_a_script_starts_inherit_no_secret():
     script = (
-        "import os; from hororing import bootstrap, config, launch;"
+        "import os; from hororing import config; from _job import bootstrap, launchers as launch;"
         "m = bootstrap.find(launch.detect(), config.load());"
         "os.system('ls -l /proc/self/fd/'); m.done()"
     )
@@ -255,7 +255,7 @@ def test_ranks_share_the_cores_of_their_host():
 
 def test_ranks_meet_in_the_store_of_hororun():
     script = (
-        "from hororing import bootstrap, config, launch;"
+        "from hororing import config; from hororing._job import bootstrap, launchers as launch;"
         "m = bootstrap.find(launch.detect(), config.load());"
         "print(m.share(str(m.rank), 20)); m.done()"
     )
@@ -538,7 +538,7 @@ def test_a_rank_that_goes_on_is_not(started: Callable[..., subprocess.Popen[str]
 
 
 def test_a_rank_is_not_started_by_a_parent_that_is_dead():
-    wrapper = ROOT / "hororing/hororun/exec_rank.py"
+    wrapper = ROOT / "hororing/hororun/host/exec_rank.py"
     done = subprocess.run([sys.executable, "-I", "-S", wrapper, "1", "-1", SH, "-c", "echo here"],
                           capture_output=True, check=False, timeout=DEADLINE_S)  # fmt: skip
     assert (done.returncode, done.stdout) == (137, b"")
@@ -600,7 +600,7 @@ def test_the_guard_ends_the_daemons_of_an_ended_rank_and_no_others():
     job = f"HORORING_JOB={os.urandom(8).hex()}"
     first, second = daemon(job, "HORORING_RANK=0"), daemon(job, "HORORING_RANK=10", "A=b")
     other = daemon("HORORING_JOB=other", "HORORING_RANK=0")
-    guard = subprocess.Popen([sys.executable, ROOT / "hororing/hororun/guard.py"],
+    guard = subprocess.Popen([sys.executable, ROOT / "hororing/hororun/host/guard.py"],
                              stdin=subprocess.PIPE, text=True)  # fmt: skip
     assert guard.stdin is not None
     try:
@@ -672,7 +672,7 @@ def test_an_address_of_this_host_needs_no_ssh(rsh: str):
 
 def test_ranks_of_several_hosts_meet(rsh: str):
     script = LOOK_FOR_THE_SECRET + (
-        "from hororing import bootstrap, config, launch;"
+        "from hororing import config; from hororing._job import bootstrap, launchers as launch;"
         "m = bootstrap.find(launch.detect(), config.load());"
         "print(m.share(str(m.rank), 20)); m.done()"
     )
@@ -750,7 +750,7 @@ def test_a_program_that_is_missing_there_is_an_error(rsh: str, tmp_path: Path):
 def test_hosts_with_networks_of_their_own(tmp_path: Path):
     script = tmp_path / "ranks.py"
     script.write_text(
-        "import os\nfrom hororing import bootstrap, config, launch\n"
+        "import os\nfrom hororing import config; from _job import bootstrap, launchers as launch\n"
         "m = bootstrap.find(launch.detect(), config.load())\n"
         "print(m.share(os.uname().nodename + ' ' + m.local_address, 20)); m.done()\n"
     )

@@ -16,7 +16,7 @@ import tiers
 from live_job import LiveJob, poll
 
 import hororing.numpy as hvd
-from hororing.arguments import Average, Sum
+from hororing._requests.arguments import Average, Sum
 
 Array = oracle.Array
 

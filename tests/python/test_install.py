@@ -92,7 +92,7 @@ def test_one_wheel_serves_every_python_and_every_mpi(wheel: Path, tmp_path: Path
     assert layers < names
     folders = {name.split("/")[0] for name in names}
     assert folders == {  # no copied library
-        "hororing", "hororing_torch_backend.py", f"hororing-{metadata['Version']}.dist-info"
+        "hororing", "hororing/torch_backend.py", f"hororing-{metadata['Version']}.dist-info"
     }  # fmt: skip
     for library in tmp_path.rglob("*.so"):
         dynamic = command("readelf", "-d", library).splitlines()

@@ -13,8 +13,8 @@ import session
 import torch
 
 import hororing.torch as hvd
-from hororing import collectives, prepared
-from hororing.torch import gradient, passes, reducer
+from hororing._requests import handles, persistent
+from hororing.torch._optimizer import gradient, passes, reducer
 
 
 def interrupted(call: Callable[[], object], at: int, *functions: Any) -> bool:
@@ -45,11 +45,11 @@ def interrupted(call: Callable[[], object], at: int, *functions: Any) -> bool:
 def lost_waits(start: Callable[..., int], prefix: str) -> int:
     """Return the number of lines of a wait at which an interrupt loses the result."""
     lost = 0
-    before = set(collectives._pending)  # torch keeps some of its own requests to the end
+    before = set(handles._pending)  # torch keeps some of its own requests to the end
     for at in range(1, 20):
         handle = start(torch.full((3,), 1.0), op=hvd.Sum, name=f"{prefix}.{at}")
         again = hvd.rank() == 0 and interrupted(
-            lambda handle=handle: hvd.synchronize(handle), at, collectives.wait
+            lambda handle=handle: hvd.synchronize(handle), at, handles.wait
         )
         if again:
             try:
@@ -61,7 +61,7 @@ def lost_waits(start: Callable[..., int], prefix: str) -> int:
                 hvd.synchronize(handle)
         elif hvd.rank() > 0:
             assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
-    assert set(collectives._pending) == before
+    assert set(handles._pending) == before
     return lost
 
 
@@ -76,7 +76,7 @@ def check_optimizer(prefix: str, **options: Any) -> None:
     named = [(f"{prefix}.{i}", parameter) for i, parameter in enumerate(parameters)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), named, **options)
     lines = 0
-    before = set(collectives._pending)
+    before = set(handles._pending)
     for at in range(1, 200):
         optimizer.zero_grad()
         # The last parameter has no gradient; the reducer makes one of zeros.
@@ -86,7 +86,7 @@ def check_optimizer(prefix: str, **options: Any) -> None:
             loss.backward, at, passes.Passes.task_ended.__wrapped__,
             reducer._finish_all_reducers.__wrapped__, reducer.Reducer.pass_ended,
             reducer.Reducer.send_remaining, reducer.Reducer.finish, reducer.Reducer._wait_for,
-            gradient.Gradient.finish, prepared.finish_many, collectives.block_until_complete,
+            gradient.Gradient.finish, persistent.finish_many, handles.block_until_complete,
         )  # fmt: skip
         torch.set_grad_enabled(True)  # the interrupted line may have been the end of no_grad()
         if hvd.rank() > 0:
@@ -103,7 +103,7 @@ def check_optimizer(prefix: str, **options: Any) -> None:
         if not hvd.broadcast_object(again, name=f"{prefix}.again"):
             break
     assert 30 < lines < 199
-    assert set(collectives._pending) == before
+    assert set(handles._pending) == before
 
 
 def case_gradients_may_be_waited_for_again_after_an_interrupt_anywhere() -> None:
@@ -126,7 +126,7 @@ def interrupted_alone(call: Callable[[], Any]) -> Any:
     if hvd.rank() > 0:
         hvd.barrier()
         return call()
-    assert interrupted(call, 1, collectives.block_until_complete)
+    assert interrupted(call, 1, handles.block_until_complete)
     hvd.barrier()
     return None
 
@@ -162,7 +162,7 @@ def case_an_interrupted_call_of_several_steps_counts_as_made() -> None:
 def case_ranks_count_alike_after_an_interrupted_join() -> None:
     if hvd.rank() == 0:
         handle = hvd.allreduce_async(torch.ones(1), op=hvd.Sum)
-        assert interrupted(hvd.join, 1, collectives.block_until_complete)
+        assert interrupted(hvd.join, 1, handles.block_until_complete)
         while True:
             try:
                 hvd.barrier()

@@ -26,10 +26,10 @@ import tiers
 from keras import ops
 
 import hororing.numpy as hvd
-from hororing import collectives
+from hororing._requests import handles
+from hororing._requests.process_sets import ProcessSet
 from hororing.errors import MismatchError, NotInitializedError
 from hororing.keras.batch_norm import SyncBatchNormalization
-from hororing.process_sets import ProcessSet
 from hororing.toolkit.keras.batch_norm import AverageMovingStatistics, average_moving_statistics
 from hororing.toolkit.large_batch.groups import choose_group_size, group_size_for
 
@@ -169,9 +169,9 @@ def case_recomputation() -> None:
             def call(x: Any, training: bool, layer: Any = layer) -> Any:
                 return keras.remat(lambda x: layer(x, training=True))(x)
 
-        before = collectives.submitted()
+        before = handles.submitted()
         results.append(step(call, layer, part, None))
-        counts.append(collectives.submitted() - before)
+        counts.append(handles.submitted() - before)
     for name in ("y", "dx", "dgamma"):
         np.testing.assert_allclose(results[1][name], results[0][name], 1e-6, 1e-6)
     assert hvd.allgather_object(counts) == [counts] * hvd.size()
@@ -194,9 +194,9 @@ def case_stored_statistics() -> None:
             lambda x: layer(x, training=True), x, use_reentrant=False, context_fn=stored_statistics
         )
 
-    before = collectives.submitted()
+    before = handles.submitted()
     got = step(call, layer, part, None)
-    assert collectives.submitted() - before == 2
+    assert handles.submitted() - before == 2
     wanted = oracle(batches(0, 3), hvd.rank(), np.linspace(1, 2, CHANNELS), None)
     np.testing.assert_allclose(got["dx"], wanted["dx"], 0, 1e-6 * max(1, abs(wanted["dx"]).max()))
 

@@ -21,7 +21,7 @@ if __name__ == "cases":  # on the ranks
     from keras import ops
 
     import hororing.keras as hvd
-    from hororing.process_sets import find
+    from hororing._requests.process_sets import find
     from hororing.toolkit.large_batch import schedules
 
     hvd.init(process_sets=[[0], [1]])

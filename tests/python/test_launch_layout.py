@@ -15,8 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hororing.hororun import allocation, bind, command, numa, plan, start
-from hororing.hosts import Host, parse_hosts, read_hostfile
+from hororing.hororun import command
+from hororing.hororun.flags import allocation
+from hororing.hororun.flags.host_lists import Host, parse_hosts, read_hostfile
+from hororing.hororun.host import bind, numa
+from hororing.hororun.job import plan, start
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,14 @@ def test_the_mpirun_line_says_all_of_it(capsys: pytest.CaptureFixture[str]):
     assert shlex.split(capsys.readouterr().out) == [
         *("mpirun", "-np", "4", "-H", "a:2,b:2", "--output", "tag", "-x", "PATH"),
         *("-x", "HORORING_NUM_REPLICAS=8", "--bind-to", "none", "--oversubscribe"),
-        *("python3", "-m", "hororing.hororun.bind", "--numa-aware", "--only-output-from", "0,3"),
+        *(
+            "python3",
+            "-m",
+            "hororing.hororun.host.bind",
+            "--numa-aware",
+            "--only-output-from",
+            "0,3",
+        ),
         *("--", "python3", "train.py", "a b"),
     ]
 
@@ -446,7 +456,7 @@ def test_ranks_of_two_hosts_are_where_the_layout_says():
 
 
 def test_a_command_that_is_not_there_says_so():
-    words = [sys.executable, "-m", "hororing.hororun.bind", "--", "no-such-command"]
+    words = [sys.executable, "-m", "hororing.hororun.host.bind", "--", "no-such-command"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (127, "no-such-command: No such file or directory\n")
 

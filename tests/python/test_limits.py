@@ -13,18 +13,20 @@ from pathlib import Path
 import pytest
 from hororun_jobs import DEADLINE_S, HORORUN, environment, sh
 
-from hororing import limits
-from hororing.hororun import cgroup, command, local, start
-from hororing.hororun.ending import Grace
-from hororing.hororun.job import CannotStartError
-from hororing.hororun.local import Program
-from hororing.hororun.output import Output
-from hororing.rendezvous.store import Store
+from hororing._job import limits
+from hororing._job.rendezvous.store import Store
+from hororing.hororun import command
+from hororing.hororun.host import cgroup, local
+from hororing.hororun.host.local import Program
+from hororing.hororun.host.output import Output
+from hororing.hororun.job import start
+from hororing.hororun.job.ending import Grace
+from hororing.hororun.job.fixed import CannotStartError
 
 # Members of a store, one after the other; prints the reasons of those that are refused.
 _MEMBERS = """
 import sys
-from hororing.rendezvous.client import Member, RendezvousError
+from hororing._job.rendezvous.client import Member, RendezvousError
 sys.stdin.readline()
 kept = []
 for rank in range(20):

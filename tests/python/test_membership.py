@@ -10,7 +10,7 @@ import pytest
 import tiers
 from elastic_ranks import DEADLINE_S, TRAIN, ElasticJob
 
-from hororing.rendezvous.generations import Done, Joined
+from hororing._job.rendezvous.generations import Done, Joined
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -106,7 +106,7 @@ def test_a_second_death_while_a_generation_forms(tmp_path: Path):
 # Like TRAIN, but a process dies on request in the second generation, with a rank but no peers yet.
 DIES_ON_ITS_WAY = """
 import os, signal, sys
-from hororing import membership, runtime
+from hororing._engine import membership; from hororing._api import init as runtime
 
 answer = runtime._answer
 
@@ -146,7 +146,7 @@ RESTARTS = """
 import gc, os, sys, threading
 import numpy as np
 import hororing.numpy as hvd
-from hororing import membership
+from hororing._engine import membership
 
 def held():
     gc.collect()

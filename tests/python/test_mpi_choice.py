@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hororing import mpi
+from hororing._engine import mpi
 from hororing.errors import TransportError
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from hororing import bootstrap, private_folder
-from hororing.hororun.agent import free_port
-from hororing.rendezvous.elastic_store import ElasticStore
-from hororing.rendezvous.store import Store
+from hororing._job import bootstrap, private_folder
+from hororing._job.rendezvous.elastic_store import ElasticStore
+from hororing._job.rendezvous.store import Store
+from hororing.hororun.host.agent import free_port
 
 STRANGER = 65533
 RANKS = Path(__file__).with_name("users_ranks.py")

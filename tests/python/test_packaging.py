@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 import hororing
-from hororing import _core, _tensors, mpi
+from hororing import _core, _tensors
+from hororing._engine import mpi
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(hororing.__file__).parent

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hororing import plain
+from hororing._requests import plain
 from hororing.torch import state
 
 VALUES: list[Any] = [

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from hororing import collectives, runtime
+from hororing._api import init
 from hororing._core import lib
-from hororing.names import default_name
+from hororing._requests import handles
+from hororing._requests.names import default_name
 from hororing.numpy import NumpyAdapter
-from hororing.torch.adapter import REDUCED, TorchAdapter
+from hororing.torch._tensor.adapter import REDUCED, TorchAdapter
 
 BASE = torch.arange(24.0).reshape(4, 6)
 
@@ -58,7 +59,7 @@ def ways() -> list[Any]:
     """Return the two ways to inspect a tensor: DLPack, if torch has it, and torch's attributes."""
     adapter = TorchAdapter()
     types = (torch.Tensor, torch.nn.Parameter)
-    return [adapter.plain_tensors, collectives.plain_tensors(types, adapter.plain)]
+    return [adapter.plain_tensors, handles.plain_tensors(types, adapter.plain)]
 
 
 def answer(way: Any, tensor: object, **changed: Any) -> Any:
@@ -73,7 +74,7 @@ REFUSED = -lib.HR_NOT_INITIALIZED
 @pytest.fixture(autouse=True, scope="module")
 def no_engine() -> None:
     """End the engine that a test of another file may have left in this process."""
-    runtime.shutdown()
+    init.shutdown()
 
 
 @pytest.mark.parametrize("way", ways(), ids=["exchange", "asked"])
@@ -116,7 +117,7 @@ PLAIN_ARRAYS = {
     "no dimensions": np.ones(()),
     "no elements": np.empty((0, 3)),
     "one column": ARRAY[:, :1].copy()[:, 0:1],
-} | {name: np.zeros(5, name) for name in collectives.REDUCED if name != "bfloat16"}
+} | {name: np.zeros(5, name) for name in handles.REDUCED if name != "bfloat16"}
 OTHER_ARRAYS = {
     "transposed": ARRAY.T,
     "columns": ARRAY[:, 1:3],
@@ -149,6 +150,6 @@ def test_errors_of_a_description_are_raised():
         raise OSError("no")
 
     with pytest.raises(OSError, match="no"):
-        answer(collectives.plain_tensors((int,), broken), 1)
+        answer(handles.plain_tensors((int,), broken), 1)
     with pytest.raises(TypeError, match="takes 9 arguments"):
         ways()[0].allreduce(BASE)

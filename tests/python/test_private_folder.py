@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hororing import private_folder
+from hororing._job import private_folder
 
 STRANGER = 65533
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")

@@ -22,7 +22,9 @@ from configured import raises
 from live_job import LiveJob
 
 import hororing.numpy as hvd
-from hororing import errors, process_sets, recorder
+from hororing import errors
+from hororing._engine import recorder
+from hororing._requests import process_sets
 
 # ---------------------------------------------------------------------------------------------
 # On the ranks

@@ -223,7 +223,8 @@ class Folder:
 
     def train(self) -> tuple[int, int, float, list[Any]]:
         import hororing.numpy as hvd
-        from hororing import elastic, membership
+        from hororing import elastic
+        from hororing._engine import membership
 
         hvd.init()
         state = elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0, total=0.0)

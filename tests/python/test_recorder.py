@@ -16,7 +16,8 @@ import mpirun
 import pytest
 from live_job import LiveJob, poll
 
-from hororing import __main__, doctor, recorder
+from hororing import __main__
+from hororing._engine import doctor, recorder
 
 RANKS = Path(__file__).with_name("ending_ranks.py")
 
@@ -71,7 +72,7 @@ ALONE = """
 import signal, sys
 import numpy as np
 import hororing.numpy as hvd
-from hororing import recorder
+from hororing._engine import recorder
 if sys.argv[1] == "handled":
     signal.signal(45, print)
 hvd.init()

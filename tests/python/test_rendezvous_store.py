@@ -26,11 +26,11 @@ from typing import Any
 import pytest
 import tiers
 
-from hororing.rendezvous import client, patience, protocol
-from hororing.rendezvous.client import Member, RendezvousError
-from hororing.rendezvous.interfaces import addresses
-from hororing.rendezvous.protocol import Hello, ProtocolError
-from hororing.rendezvous.store import Store
+from hororing._job.rendezvous import client, patience, protocol
+from hororing._job.rendezvous.client import Member, RendezvousError
+from hororing._job.rendezvous.interfaces import addresses
+from hororing._job.rendezvous.protocol import Hello, ProtocolError
+from hororing._job.rendezvous.store import Store
 
 SECRET = bytes(range(32))
 DEADLINE_S = 30.0
@@ -413,7 +413,7 @@ def test_a_member_that_dies_is_named_to_all_who_wait_and_who_would(made: Callabl
     store = made(3)
     script = f"""
         import signal
-        from hororing.rendezvous.client import Member
+        from hororing._job.rendezvous.client import Member
         one = Member("127.0.0.1:{store.port}", secret=bytes(range(32)), job="a job", rank=2, size=3,
                      host="there")
         print(flush=True)
@@ -709,7 +709,7 @@ def test_strangers_keep_neither_a_member_nor_other_addresses_waiting(made: Calla
 
 
 def test_a_stranger_has_a_few_seconds(made: Callable[..., Store], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hororing.rendezvous.server._FIRST_S", 0.2)
+    monkeypatch.setattr("hororing._job.rendezvous.server._FIRST_S", 0.2)
     store = made(1)
     frame = protocol.encode(HELLO.message())
     with raw(store) as slow:

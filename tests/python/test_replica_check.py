@@ -14,10 +14,10 @@ from torch import nn
 from torch_training import batches, distributed, network, plain_sgd, share, squares, start
 
 import hororing.torch as hvd
+from hororing._adapters.replica_check import CHUNK, Digest, difference, digest
+from hororing._requests.process_sets import register, unregister
 from hororing.errors import DuplicateNameError, MismatchError
-from hororing.process_sets import register, unregister
-from hororing.replica_check import CHUNK, Digest, difference, digest
-from hororing.torch import digests as of_torch
+from hororing.torch._optimizer import digests as of_torch
 
 
 def case_start() -> None:

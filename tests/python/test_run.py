@@ -24,7 +24,7 @@ import tiers
 from hororun_jobs import is_alive, replace, wait_until
 
 import hororing
-from hororing import launch
+from hororing._job import launchers
 from hororing.errors import PeerLostError, RunError
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ DEADLINE_S = 150.0
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the tests independent of the launcher that has started them."""
-    monkeypatch.setattr(launch, "detect", lambda: launch.Launch())
+    monkeypatch.setattr(launchers, "detect", lambda: launchers.Launch())
 
 
 def script(text: str, *words: str) -> subprocess.Popen[str]:
@@ -279,8 +279,8 @@ def sizes() -> int:
 
 
 def test_a_rank_cannot_call_it(monkeypatch: pytest.MonkeyPatch):
-    rank = launch.Launch("torchrun", 2, 4, mpi=False, sign="WORLD_SIZE=4")
-    monkeypatch.setattr(launch, "detect", lambda: rank)
+    rank = launchers.Launch("torchrun", 2, 4, mpi=False, sign="WORLD_SIZE=4")
+    monkeypatch.setattr(launchers, "detect", lambda: rank)
     with pytest.raises(ValueError, match=r"is rank 2 of a job itself \(torchrun has .* WORLD_SIZE"):
         hororing.run(os.getpid)
     monkeypatch.setenv("HORORING_ALONE", "1")
@@ -296,7 +296,7 @@ def test_a_rank_cannot_call_it(monkeypatch: pytest.MonkeyPatch):
 def survivors(how: str) -> tuple[int, int, int]:
     import hororing.numpy as hvd
     from hororing import elastic
-    from hororing.objects import broadcast_object
+    from hororing._requests.objects import broadcast_object
 
     if how == "fails":
         raise KeyError("nothing")
@@ -335,7 +335,7 @@ def test_an_elastic_job_that_cannot_go_on_tells_why():
 def leaves(hosts: str) -> tuple[int, int]:
     import hororing.numpy as hvd
     from hororing import elastic
-    from hororing.objects import broadcast_object
+    from hororing._requests.objects import broadcast_object
 
     hvd.init()
 
@@ -478,7 +478,7 @@ def test_horovods_run_means_the_same():
         "except RuntimeError as error: print(repr(error.__cause__))\n"
     )
     out, errors = process.communicate(timeout=DEADLINE_S)
-    assert out == "HororingInternalError('hororing.basics')\n", errors
+    assert out == "HororingInternalError('hororing._api.basics')\n", errors
 
 
 def test_tracebacks_show_the_code_of_cells():

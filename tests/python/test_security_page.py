@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hororing.hororun import start
-from hororing.rendezvous.client import Member, RendezvousError
+from hororing._job.rendezvous.client import Member, RendezvousError
+from hororing.hororun.job import start
 
 ROOT = Path(__file__).parents[2]
 

@@ -28,10 +28,10 @@ import real_slurm
 import tiers
 import torch
 
-from hororing import bootstrap, starts
-from hororing.launch import Launch, detect
-from hororing.rendezvous import files, offers, torch_store
-from hororing.rendezvous.client import Member, RendezvousError
+from hororing._job import bootstrap, endpoints
+from hororing._job.launchers import Launch, detect
+from hororing._job.rendezvous import files, offers, torch_store
+from hororing._job.rendezvous.client import Member, RendezvousError
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 200.0  # shorter than the limit of a test
@@ -115,19 +115,19 @@ def test_where_ranks_meet(monkeypatch: pytest.MonkeyPatch):
     agent = {**TORCH, "TORCHELASTIC_RUN_ID": "r 1", "TORCHELASTIC_RESTART_COUNT": "2",
              "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
     for environ, wanted in (
-        (TORCH, starts.Place("torch://a:29500", "torchrun", makes_store=True)),
-        (agent, starts.Place("torch://a:29500", "torchrun.r_1.2")),
+        (TORCH, endpoints.Place("torch://a:29500", "torchrun", makes_store=True)),
+        (agent, endpoints.Place("torch://a:29500", "torchrun.r_1.2")),
         (
             {**agent, "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "fe80::1"},
-            starts.Place("torch://[fe80::1]:29500", "torchrun.r_1.2", one_host=True),
+            endpoints.Place("torch://[fe80::1]:29500", "torchrun.r_1.2", one_host=True),
         ),
         (
             {**TORCH, "MASTER_ADDR": "[fe80::1] ", "MASTER_PORT": " 29500"},
-            starts.Place("torch://[fe80::1]:29500", "torchrun", makes_store=True),
+            endpoints.Place("torch://[fe80::1]:29500", "torchrun", makes_store=True),
         ),
         (
             SRUN,
-            starts.Place(
+            endpoints.Place(
                 f"file:///dev/shm/hororing-{os.geteuid()}",
                 "slurm.77.0",
                 one_host=True,
@@ -340,7 +340,7 @@ SCRIPT = """
 import json, os, sys
 import numpy as np
 import hororing.numpy as hvd
-from hororing.recorder import _Own
+from hororing._engine.recorder import _Own
 
 def torch_sums():
     import torch, torch.distributed as dist

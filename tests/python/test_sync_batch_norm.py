@@ -23,11 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 import hororing.torch as hvd
 from hororing import errors
-from hororing.process_sets import ProcessSet, add_process_set, global_process_set
+from hororing._requests.process_sets import ProcessSet, add_process_set, global_process_set
 from hororing.toolkit.large_batch.groups import choose_group_size, group_size_for
 from hororing.toolkit.torch.batch_norm import average_running_statistics
+from hororing.torch._tensor.verbs import verbs
 from hororing.torch.recomputation import stored_statistics
-from hororing.torch.verbs import verbs
 
 CHANNELS = 3
 EXACT = 1e-10

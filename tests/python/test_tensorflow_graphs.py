@@ -43,9 +43,9 @@ import hororing.numpy
 import hororing.tensorflow as hvd
 from hororing import errors
 from hororing._core import ffi, lib
-from hororing.collectives import ALLREDUCE
-from hororing.tensorflow import plugin, requests
-from hororing.tensorflow.requests import Request, carry_out
+from hororing._requests.handles import ALLREDUCE
+from hororing.tensorflow._tensor import plugin, requests
+from hororing.tensorflow._tensor.requests import Request, carry_out
 
 if "TEST_THREADS" in os.environ:
     tf.config.threading.set_inter_op_parallelism_threads(int(os.environ["TEST_THREADS"]))

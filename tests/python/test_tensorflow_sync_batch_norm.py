@@ -22,7 +22,7 @@ import tiers
 
 import hororing.tensorflow as hvd
 from hororing import errors
-from hororing.process_sets import ProcessSet, add_process_set, global_process_set
+from hororing._requests.process_sets import ProcessSet, add_process_set, global_process_set
 from hororing.tensorflow import sync_batch_norm
 
 CHANNELS = 3

@@ -20,7 +20,9 @@ import tensorflow as tf
 from asked import asked_during
 
 import hororing.tensorflow as hvd
-from hororing import collectives, errors, replica_check
+from hororing import errors
+from hororing._adapters import replica_check
+from hororing._requests import handles
 
 SHAPES = [(3, 4), (4,), (), (2, 1, 3)]
 
@@ -526,7 +528,7 @@ def case_an_interrupted_call_keeps_its_number() -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "block_until_complete", interrupt)
+        patch.setattr(handles, "block_until_complete", interrupt)
         with pytest.raises(KeyboardInterrupt):
             hvd.allreduce(tf.ones([2]))
     np.testing.assert_array_equal(hvd.allreduce(tf.ones([2]), op=hvd.Sum), [hvd.size()] * 2)

@@ -35,9 +35,9 @@ from torch_training import (
 )
 
 import hororing.torch as hvd
-from hororing.arguments import Adasum
+from hororing._api.init import size
+from hororing._requests.arguments import Adasum
 from hororing.errors import MismatchError
-from hororing.runtime import size
 
 # Sums of products are in another order. Optimizers that divide by small differences amplify this.
 TOLERANCE = 1e-7

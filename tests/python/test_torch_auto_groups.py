@@ -26,9 +26,9 @@ from torch import nn
 from torch_training import batches, network, plain_sgd, sgd, share, squares, start
 
 import hororing.torch as hvd
-from hororing.bucket_planning import Cost
-from hororing.torch import auto_groups
-from hororing.torch.auto_groups import MEASURED, SKIPPED, AutoReducer
+from hororing.torch._optimizer import auto_groups
+from hororing.torch._optimizer.auto_groups import MEASURED, SKIPPED, AutoReducer
+from hororing.torch._optimizer.bucket_planning import Cost
 
 FOUND_AFTER = SKIPPED + MEASURED  # steps
 

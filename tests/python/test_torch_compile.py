@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import hororing.torch as hvd
-from hororing import names
+from hororing._requests import names
 
 BACKENDS = ["eager", "aot_eager"]
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch_training import assert_equal_on_all_ranks, share, start
 
 import hororing.torch as hvd
-from hororing import logs
+from hororing._engine import logs
 from hororing.torch.compression import auto, bucket
 
 SHAPES = [(40, 30), (7,), (64, 5, 5), (1100,)]  # the second one is too small to be compressed
@@ -104,7 +104,7 @@ METHODS = [
 
 
 def held_errors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    kept = optimizer.state_dict()["state"].get("hororing.compression", {})
+    kept = optimizer.state_dict()["state"].get("hororing._requests.compression", {})
     return {name: tensors["error"] for name, tensors in kept.items()}
 
 

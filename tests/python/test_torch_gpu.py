@@ -23,7 +23,7 @@ import torch
 
 import hororing.torch as hvd
 from hororing import errors
-from hororing.torch.verbs import verbs
+from hororing.torch._tensor.verbs import verbs
 
 ROOT = Path(__file__).parents[2]
 FAKE = fake_gpu.path()

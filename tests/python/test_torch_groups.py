@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import hororing.torch as hvd
-import hororing_torch_backend
+import hororing.torch_backend
 from hororing import errors
 from hororing.torch.distributed import board
 
@@ -278,7 +278,7 @@ def case_what_torch_asks_of_a_group() -> None:
     assert dist.distributed_c10d._device_capability()[0] == "cpu"
     assert not dist.group.WORLD._get_backend(torch.device("cpu")).supports_splitting
     attach = mock.Mock()  # torch 2.15 has such a function, which fails for groups in Python
-    hororing_torch_backend._unless_ours(attach)(dist.group.WORLD, None, [0, 1, 2])
+    hororing.torch_backend._unless_ours(attach)(dist.group.WORLD, None, [0, 1, 2])
     attach.assert_not_called()
 
 
@@ -314,7 +314,7 @@ FORKED = """
 import multiprocessing, os, pathlib, sys, time
 import torch, torch.distributed as dist
 from hororing import errors
-from hororing_torch_backend import register
+from hororing.torch_backend import register
 
 def rank(number, path):
     register()
@@ -441,9 +441,9 @@ def test_torch_finds_the_backend() -> None:
     tomllib = pytest.importorskip("tomllib")
     told = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     name = told["project"]["entry-points"]["torch.backends"]["hororing"]
-    assert name == "hororing_torch_backend:register"
-    hororing_torch_backend.register()
-    hororing_torch_backend.register()  # has no effect
+    assert name == "hororing.torch_backend:register"
+    hororing.torch_backend.register()
+    hororing.torch_backend.register()  # has no effect
     assert dist.Backend.HORORING == "hororing"
 
 

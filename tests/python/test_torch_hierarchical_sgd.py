@@ -24,8 +24,8 @@ from hierarchical_oracle import (
 from torch import nn
 
 import hororing.torch as hvd
-from hororing import collectives
-from hororing.runtime import rank, size
+from hororing._api.init import rank, size
+from hororing._requests import handles
 from hororing.toolkit.large_batch.outer import OuterSGD, SlowMo
 from hororing.toolkit.torch.optim import (
     LAMB,
@@ -287,11 +287,11 @@ def case_between_averages_nothing_is_sent() -> None:
     model = network()
     optimizer = hierarchical(model, period_group_size_dict={5: "world"})
     for step in range(1, 5):
-        before = collectives.submitted()
+        before = handles.submitted()
         take_step(model, optimizer, 1, step)
-        assert collectives.submitted() == before
+        assert handles.submitted() == before
     take_step(model, optimizer, 1, 5)
-    assert size() == 1 or collectives.submitted() > before
+    assert size() == 1 or handles.submitted() > before
 
 
 def case_final_average_makes_ranks_alike_once() -> None:
@@ -307,9 +307,9 @@ def case_final_average_makes_ranks_alike_once() -> None:
         assert (everybody == everybody[0]).all(), options
         if "delay_steps" not in options:  # with a delay, it first adds the pending average
             torch.testing.assert_close(everybody[0], mean)
-        before = collectives.submitted()
+        before = handles.submitted()
         optimizer.final_average()
-        assert collectives.submitted() == before
+        assert handles.submitted() == before
         take_step(model, optimizer, 2, 4)  # and training goes on
 
 

@@ -26,7 +26,7 @@ from torch_training import (
 )
 
 import hororing.torch as hvd
-from hororing.process_sets import ProcessSet, register, unregister
+from hororing._requests.process_sets import ProcessSet, register, unregister
 
 
 def gradients_by_rank(

@@ -32,8 +32,8 @@ from torch_training import (
 )
 
 import hororing.torch as hvd
-from hororing.arguments import Adasum
-from hororing.verbs import join
+from hororing._requests.arguments import Adasum
+from hororing._requests.verbs import join
 
 
 def case_start():

@@ -28,9 +28,9 @@ from torch_training import (
 )
 
 import hororing.torch as hvd
+from hororing._api.init import rank, size
+from hororing._requests.process_sets import ProcessSet, global_process_set, register, unregister
 from hororing.errors import MismatchError
-from hororing.process_sets import ProcessSet, global_process_set, register, unregister
-from hororing.runtime import rank, size
 
 _sets: dict[tuple[int, ...], ProcessSet] = {}
 

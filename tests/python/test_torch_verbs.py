@@ -26,7 +26,8 @@ from torch.autograd import forward_ad
 
 import hororing.numpy
 import hororing.torch as hvd
-from hororing import collectives, errors, names
+from hororing import errors
+from hororing._requests import handles, names
 from hororing.torch import ops
 from hororing.torch.compression import Compressor
 
@@ -594,7 +595,7 @@ def case_threads_that_wait_and_submit_by_turns_do_not_mix_up_results() -> None:
 
 def case_types_without_arithmetic_are_copied() -> None:
     rank, size = hvd.rank(), hvd.size()
-    names = [name for name in collectives.DTYPES if hasattr(torch, name)]
+    names = [name for name in handles.DTYPES if hasattr(torch, name)]
     kinds = [getattr(torch, name) for name in names if name not in ("bool", "int4", "uint4")]
     for kind in kinds:
         of_rank = [

@@ -37,9 +37,9 @@ def load(backend: str, pretended: str, ranks: int) -> Any:
     import torch
     import torch.distributed as dist
 
-    import hororing_torch_backend
+    import hororing.torch_backend
 
-    hororing_torch_backend.register()
+    hororing.torch_backend.register()
     if pretended == "mpi":
         dist.is_mpi_available = lambda: True
     from torch.testing._internal import common_distributed

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import hororing.torch as hvd
-from hororing.process_sets import ProcessSet, global_process_set
+from hororing._requests.process_sets import ProcessSet, global_process_set
 
 BATCH = 24  # a multiple of 1, 2, 3 and 4 ranks
 STEPS = 6

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import hororing.numpy as hvd
-from hororing import elastic, objects, private_folder
+from hororing import elastic
+from hororing._job import private_folder
+from hororing._requests import objects
 
 FOLDER = Path(sys.argv[1])  # everybody may write to it
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 import keras
 
+from hororing._adapters.optimizer_settings import Settings
 from hororing.elastic.variables import Stepper
-from hororing.optimizer_settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 # Whether the totals of gradients are due, and a function that returns and resets them and the sum

@@ -1,6 +1,6 @@
 """Adds up gradients in Keras variables: for frameworks in which a train step may assign some.
 
-With weights, the sums are weighted means of the passes so far, as in hororing/torch/weighing.py.
+With weights, the sums are weighted means of the passes so far, as in hororing/torch/_optimizer/weights.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from hororing.optimizer_settings import Settings
+from hororing._adapters.optimizer_settings import Settings
 
 
 class VariableAccumulator:

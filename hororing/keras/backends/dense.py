@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hororing import collectives
-from hororing.optimizer_settings import Settings
+from hororing._adapters.optimizer_settings import Settings
+from hororing._requests import handles as request_handles
 
 
 def reduce_all(
@@ -35,9 +35,9 @@ def reduce_all(
             handles.append(handle)
     except BaseException:
         for handle in handles:
-            collectives.abandon(handle, None)
+            request_handles.abandon(handle, None)
         raise
-    for part, reduced in zip(parts, collectives.wait_all(handles), strict=True):
+    for part, reduced in zip(parts, request_handles.wait_all(handles), strict=True):
         for at, result in zip(part, reduced, strict=True):
             results[at] = result
     return results

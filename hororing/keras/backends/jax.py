@@ -13,9 +13,9 @@ import numpy as np
 from jax.experimental import io_callback
 
 import hororing.numpy as hvd
-from hororing.compression import compressed
+from hororing._adapters.optimizer_settings import Settings
+from hororing._requests.compression import compressed
 from hororing.keras.backends.dense import reduce_all
-from hororing.optimizer_settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 _failures: list[Exception] = []  # of the last callback

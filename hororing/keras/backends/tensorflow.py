@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import tensorflow as tf
 from keras import ops
 
+from hororing._adapters.optimizer_settings import Settings
+from hororing._api.init import rank
 from hororing.keras.backends.accumulator import VariableAccumulator
-from hororing.optimizer_settings import Settings
-from hororing.runtime import rank
-from hororing.tensorflow import requests
+from hororing.tensorflow._tensor import requests
 from hororing.tensorflow.gradients import reduce_gradients
 from hororing.tensorflow.steps import CountedSteps
 

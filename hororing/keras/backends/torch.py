@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 
 import hororing.torch as hvd
-from hororing.compression import compressed
+from hororing._adapters.optimizer_settings import Settings
+from hororing._requests.compression import compressed
 from hororing.elastic.steps import Steps
 from hororing.keras.backends.accumulator import VariableAccumulator
 from hororing.keras.backends.dense import reduce_all
-from hororing.optimizer_settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 

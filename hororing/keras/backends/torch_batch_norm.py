@@ -11,12 +11,12 @@ import keras
 import torch
 from torch.autograd.function import once_differentiable
 
-from hororing.arguments import Sum
-from hororing.batch_norm_groups import GroupedLayer
-from hororing.process_sets import ProcessSet, global_process_set
+from hororing._adapters.batch_norm_groups import GroupedLayer
+from hororing._requests.arguments import Sum
+from hororing._requests.process_sets import ProcessSet, global_process_set
 from hororing.torch import recomputation
-from hororing.torch.batch_statistics import local_statistics, masked, merged
-from hororing.torch.verbs import verbs
+from hororing.torch._tensor.batch_statistics import local_statistics, masked, merged
+from hororing.torch._tensor.verbs import verbs
 
 _untraced: Any = torch.compiler.disable  # torch declares no types
 

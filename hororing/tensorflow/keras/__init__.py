@@ -6,8 +6,8 @@ Keras must run on TensorFlow. If tf.keras is Keras 2, so are the optimizers and 
 
 from __future__ import annotations
 
-from hororing import exports
-from hororing.exports import *  # noqa: F403
+from hororing._api import exports
+from hororing._api.exports import *  # noqa: F403
 from hororing.keras import values
 from hororing.keras.values import *  # noqa: F403
 from hororing.tensorflow.keras import callbacks, elastic

@@ -10,7 +10,7 @@ from hororing.tensorflow.which_keras import is_legacy
 if TYPE_CHECKING or not is_legacy():
     from hororing.keras import callbacks
 else:
-    from hororing.tensorflow.keras import legacy_callbacks as callbacks
+    from hororing.tensorflow.keras._keras2 import callbacks
 
 BroadcastGlobalVariablesCallback = callbacks.BroadcastGlobalVariablesCallback
 LearningRateScheduleCallback = callbacks.LearningRateScheduleCallback

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hororing.elastic import *  # noqa: F403  # for mypy, see hororing.exports
+from hororing.elastic import *  # noqa: F403  # for mypy, see hororing._api.exports
 from hororing.tensorflow import elastic
 from hororing.tensorflow.elastic import *  # noqa: F403
 from hororing.tensorflow.elastic import TensorFlowKerasState as KerasState
@@ -17,7 +17,7 @@ if TYPE_CHECKING or not is_legacy():
         UpdateEpochStateCallback,
     )
 else:
-    from hororing.tensorflow.keras.legacy_callbacks import (
+    from hororing.tensorflow.keras._keras2.callbacks import (
         CommitStateCallback,
         UpdateBatchStateCallback,
         UpdateEpochStateCallback,

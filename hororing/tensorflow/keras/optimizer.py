@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hororing.arguments import Average
-from hororing.compression import Compressor, NoneCompressor
-from hororing.optimizer_settings import checked_settings
-from hororing.process_sets import ProcessSet, global_process_set
+from hororing._adapters.optimizer_settings import checked_settings
+from hororing._requests.arguments import Average
+from hororing._requests.compression import Compressor, NoneCompressor
+from hororing._requests.process_sets import ProcessSet, global_process_set
 from hororing.tensorflow.which_keras import is_legacy
 
 if TYPE_CHECKING or not is_legacy():
@@ -17,7 +17,7 @@ if TYPE_CHECKING or not is_legacy():
     from hororing.keras.optimizer import PartialDistributedOptimizer, load_model
 else:
     from hororing.tensorflow.compression import Compression
-    from hororing.tensorflow.keras.legacy import inner_optimizer, load_model, wrapped
+    from hororing.tensorflow.keras._keras2.optimizer import inner_optimizer, load_model, wrapped
     from hororing.tensorflow.tape import weights_of
 
     def PartialDistributedOptimizer(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-# Unnamed calls are counted (hororing/names.py); without the number, names repeat in every step.
+# Unnamed calls are counted (_requests/names.py); without the number, names repeat in every step.
 _COUNTED = re.compile(r"\.noname\.\d+")
 # So are calls of torch.distributed (hororing/torch/distributed). Those of one size repeat.
 _NUMBERED = re.compile(r"group\d+\.\d+(\.then\d+\.\d+)*")

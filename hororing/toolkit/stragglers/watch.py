@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 
 import hororing.numpy as hvd
-from hororing import timeline
+from hororing._engine import timeline
 from hororing.toolkit.stragglers.arrivals import Recording, read_timeline
 from hororing.toolkit.stragglers.diagnosis import Diagnosis, check_tolerance, diagnose
 

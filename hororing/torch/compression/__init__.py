@@ -6,7 +6,7 @@ others are for `DistributedOptimizer`; see docs/gradients.md, and ADR 58 for the
 
 from __future__ import annotations
 
-from hororing.compression import Compressor, NoneCompressor
+from hororing._requests.compression import Compressor, NoneCompressor
 from hororing.torch.compression.auto import Auto
 from hororing.torch.compression.casts import BF16Compressor, FP16Compressor
 from hororing.torch.compression.int8 import Int8

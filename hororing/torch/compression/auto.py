@@ -15,7 +15,7 @@
    earlier windows, if the script reports it. Compression may end for a part, or for all.
 
 All ranks make the same decisions, from the same maxima and sums over ranks. In the first
-measurement ranks vote after each step whether to end it, as in hororing/torch/auto_groups.py, since
+measurement ranks vote after each step whether to end it, as in hororing/torch/_optimizer/auto_groups.py, since
 ranks that have joined count fewer steps. All this is one generator, `_program`, which yields None
 to wait for the end of the next step, and the handle of each collective.
 """
@@ -34,16 +34,17 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from hororing import arguments, counters
-from hororing.compression import StatefulCompression
-from hororing.logs import logger
+from hororing._engine import statistics as engine_statistics
+from hororing._engine.logs import logger
+from hororing._requests import arguments
+from hororing._requests.compression import StatefulCompression
+from hororing.torch._optimizer.reducer import Entry
+from hororing.torch._tensor.verbs import verbs
 from hororing.torch.compression.int8 import Int8
 from hororing.torch.compression.method import Link, Method, Piece, Steps
 from hororing.torch.compression.optimizer import Compressed, CompressingReducer
 from hororing.torch.compression.powersgd import PowerSGD
 from hororing.torch.ops import synchronize
-from hororing.torch.reducer import Entry
-from hororing.torch.verbs import verbs
 
 SKIPPED: Final = 2  # steps that allocate memory and warm up factors
 MEASURED: Final = 5  # steps
@@ -340,7 +341,9 @@ class ChoosingReducer(CompressingReducer):
         counts: dict[str, Any] = {"none": len(self.parts) - len(self._choices)}
         for method in self._choices.values():
             counts[method.name] = counts.get(method.name, 0) + 1
-        counters.show("compression", self, self._prefix, {**counts, "least_cosine": cosine})
+        engine_statistics.show(
+            "compression", self, self._prefix, {**counts, "least_cosine": cosine}
+        )
         if self.options.process_set.rank() == 0:
             what = "Compression.auto of %s: %s; buckets: %s"
             logger.log(level, what, self._prefix, why, counts)

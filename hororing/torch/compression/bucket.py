@@ -17,17 +17,17 @@ from typing import Any, Final
 
 import torch
 
-from hororing.arguments import Average
+from hororing._adapters.optimizer_options import Reduction
+from hororing._requests.arguments import Average
+from hororing._requests.process_sets import ProcessSet
 from hororing.errors import MismatchError
-from hororing.process_sets import ProcessSet
-from hororing.reduction import Reduction
+from hororing.torch._optimizer.submission import Group
+from hororing.torch._optimizer.weights import Weighing
+from hororing.torch._tensor.verbs import verbs
 from hororing.torch.compression.hosts import Hosts
 from hororing.torch.compression.memory import Memory
 from hororing.torch.compression.method import Kept, Link, Method, Piece, parts_of
 from hororing.torch.ops import poll, synchronize
-from hororing.torch.submission import Group
-from hororing.torch.verbs import verbs
-from hororing.torch.weighing import Weighing
 
 _WEIGHTS: Final = -1  # the handle of a bucket that waits for the sum of weights
 

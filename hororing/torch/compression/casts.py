@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hororing.compression import CastCompressor
+from hororing._requests.compression import CastCompressor
 
 
 class _Cast(CastCompressor):

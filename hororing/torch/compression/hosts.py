@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from hororing import job
-from hororing.process_sets import ProcessSet, SetOfMembers, of_members
+from hororing._engine import state
+from hororing._requests.process_sets import ProcessSet, SetOfMembers, of_members
 
 _POLL_S: Final = 1.0
 
@@ -20,7 +20,7 @@ class Hosts:
     """The hosts of some ranks, which include this one."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        names, rank = job.host_names(), job.rank()
+        names, rank = state.host_names(), state.rank()
         by_host: dict[str, list[int]] = {}
         for each in ranks:
             by_host.setdefault(names[each], []).append(each)

@@ -19,10 +19,10 @@ from typing import Any, Final
 
 import torch
 
-from hororing.arguments import Sum
-from hororing.compression import StatefulCompression
-from hororing.process_sets import ProcessSet, rank_and_size
-from hororing.torch.verbs import verbs
+from hororing._requests.arguments import Sum
+from hororing._requests.compression import StatefulCompression
+from hororing._requests.process_sets import ProcessSet, rank_and_size
+from hororing.torch._tensor.verbs import verbs
 
 # Elements; smaller tensors are sent uncompressed: their messages would not be shorter.
 MIN_ELEMENTS: Final = 1024

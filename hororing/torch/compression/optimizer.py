@@ -9,14 +9,15 @@ from typing import Any, Final
 
 import torch
 
-from hororing import arguments, job
-from hororing.reduction import Reduction
+from hororing._adapters.optimizer_options import Reduction
+from hororing._engine import state as engine_state
+from hororing._requests import arguments
+from hororing.torch._optimizer.distributed import Distributed
+from hororing.torch._optimizer.reducer import Entry, Reducer
+from hororing.torch._optimizer.submission import BATCH_BYTES
 from hororing.torch.compression.bucket import Bucket, Driver
 from hororing.torch.compression.memory import KEY, Memory
 from hororing.torch.compression.method import Method, is_large
-from hororing.torch.gradient_optimizer import Distributed
-from hororing.torch.reducer import Entry, Reducer
-from hororing.torch.submission import BATCH_BYTES
 
 # Minimum size of buckets, in bytes of gradients, except for the last one of each type.
 BUCKET_BYTES: Final = 4 << 20
@@ -29,7 +30,7 @@ def _begin_anew() -> None:
         reducer.begin_anew()
 
 
-job.at_init(_begin_anew)
+engine_state.at_init(_begin_anew)
 
 
 class CompressingReducer(Reducer):

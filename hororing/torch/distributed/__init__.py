@@ -23,7 +23,7 @@ if dist.is_available() and not hasattr(dist.AllreduceOptions, "asyncOp"):
 from hororing.torch.distributed.group import ProcessGroup
 from hororing.torch.distributed.rendezvous import create
 from hororing.torch.distributed.work import Work
-from hororing_torch_backend import register
+from hororing.torch_backend import register
 
 register()
 

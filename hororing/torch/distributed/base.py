@@ -19,15 +19,15 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as torch_distributed
 
-from hororing import collectives, control, process_sets
+from hororing._requests import control, handles, process_sets
+from hororing._requests.process_sets import ProcessSet
 from hororing.errors import MismatchError, StalledError
-from hororing.process_sets import ProcessSet
+from hororing.torch._tensor.uncompiled import uncompiled
+from hororing.torch._tensor.verbs import adapter, verbs
 from hororing.torch.distributed import callbacks
 from hororing.torch.distributed.board import Board
 from hororing.torch.distributed.forms import long_form
 from hororing.torch.distributed.work import Work
-from hororing.torch.uncompiled import uncompiled
-from hororing.torch.verbs import adapter, verbs
 
 # torch's stubs have other signatures, and lack many names.
 dist: Any = torch_distributed
@@ -209,7 +209,7 @@ class Group(_Base):  # type: ignore[misc]
         """Report to the other ranks that this one fails to make the call."""
         with contextlib.suppress(Exception):  # the engine has ended
             handle = control.start_barrier(name, self._members(), blocking=False)
-            collectives.abandon(handle, None)
+            handles.abandon(handle, None)
 
     def _members(self) -> int:
         return process_sets.check_member(self._set, "process group")

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from time import monotonic, sleep
 from typing import Any, Final
 
-from hororing import control, threads
+from hororing._job import threads
+from hororing._requests import control
 
 # Time between two polls of the store; the announcer's grows while nothing new is sent.
 POLL_S: Final = 0.002

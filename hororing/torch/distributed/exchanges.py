@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from hororing import control
+from hororing._requests import control
 from hororing.errors import MismatchError, StalledError
+from hororing.torch._tensor.verbs import adapter, verbs
 from hororing.torch.distributed.base import (
     Group,
     Tensors,
@@ -22,7 +23,6 @@ from hororing.torch.distributed.base import (
 )
 from hororing.torch.distributed.forms import AllgatherOptions
 from hororing.torch.distributed.work import Work
-from hororing.torch.verbs import adapter, verbs
 
 
 class Exchanges(Group):

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hororing import collectives
-from hororing.process_sets import ProcessSet, SetOfMembers
+from hororing._requests import handles
+from hororing._requests.process_sets import ProcessSet, SetOfMembers
 from hororing.torch.distributed.board import POLL_S, announcer
 from hororing.torch.distributed.work import Work, completions
 
@@ -123,7 +123,7 @@ class Message(Work):
             self._submit()
         if self._done:
             return
-        if collectives.wait_at_most(self._handle, max(end - monotonic(), 0.0)):
+        if handles.wait_at_most(self._handle, max(end - monotonic(), 0.0)):
             self.settle()
         else:
             self.expire(timeout_s)

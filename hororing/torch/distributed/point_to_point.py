@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from hororing import process_sets
-from hororing.process_sets import ProcessSet
+from hororing._requests import process_sets
+from hororing._requests.process_sets import ProcessSet
+from hororing.torch._tensor.verbs import adapter, verbs
 from hororing.torch.distributed.base import Group, Tensors, single
 from hororing.torch.distributed.board import announcer
 from hororing.torch.distributed.message import Message, Route
 from hororing.torch.distributed.work import Work
-from hororing.torch.verbs import adapter, verbs
 
 
 class PointToPoint(Group):

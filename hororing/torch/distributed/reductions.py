@@ -8,12 +8,12 @@ from typing import Any, Final
 
 import torch
 
-from hororing import arguments
+from hororing._requests import arguments
 from hororing.errors import UnsupportedOpError
+from hororing.torch._tensor.verbs import adapter, verbs
 from hororing.torch.distributed.base import Group, Tensors, dist, request, same_shape, single
 from hororing.torch.distributed.work import Work
 from hororing.torch.ops import start_sparse_allreduce
-from hororing.torch.verbs import adapter, verbs
 
 _RedOpType: Final = dist.ReduceOp.RedOpType
 _OPS: Final[dict[Any, int]] = {

@@ -15,12 +15,15 @@ from typing import Any, Final
 
 import torch.distributed as torch_distributed
 
-from hororing import bootstrap, collectives, control, job, launch, mpi, runtime
+from hororing._api import init
+from hororing._engine import mpi, state
+from hororing._job import bootstrap, launchers
+from hororing._job.launchers import Launch
+from hororing._job.rendezvous import interfaces, torch_store
+from hororing._requests import control, handles
+from hororing._requests.names import WORLD_SET
+from hororing._requests.objects import broadcast_object
 from hororing.errors import HororingInternalError
-from hororing.launch import Launch
-from hororing.names import WORLD_SET
-from hororing.objects import broadcast_object
-from hororing.rendezvous import interfaces, torch_store
 from hororing.torch.distributed.group import ProcessGroup
 
 # torch's stubs lack many names.
@@ -37,7 +40,7 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
     timeout: timedelta = options.timeout
     of_all = not ranks
     leaves = False
-    if not job.has_engine():
+    if not state.has_engine():
         if not of_all and size != dist.get_world_size():
             raise ValueError(
                 f"process group {options.group_id} of ranks {list(ranks)}: the engine does not run "
@@ -54,13 +57,13 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
 
 def _start(store: Any, rank: int, size: int, timeout_s: float) -> bool:
     """Start the engine; return whether it has only these ranks, so that another may follow."""
-    started_by = launch.detect(mpi=mpi.is_usable)
-    by_launcher = started_by.mpi or started_by.launcher == launch.HORORUN
+    started_by = launchers.detect(mpi=mpi.is_usable)
+    by_launcher = started_by.mpi or started_by.launcher == launchers.HORORUN
     if by_launcher and (started_by.rank, started_by.min_size) == (rank, size):
-        runtime.start(started_by)
+        init.start(started_by)
         return False
     if size == 1:
-        runtime.start(Launch())
+        init.start(Launch())
         return True
     launched = Launch(
         "torch.distributed", rank, size, started_by.local_rank, started_by.local_size, mpi=False,
@@ -68,7 +71,7 @@ def _start(store: Any, rank: int, size: int, timeout_s: float) -> bool:
     )  # fmt: skip
     one_host = started_by.local_size == size
     secret = bootstrap.secret_at_torch(torch_store.host_of(store), one_host)
-    runtime.start(
+    init.start(
         launched,
         meet=lambda: torch_store.meet_in(
             store, rank=rank, size=size, timeout_s=timeout_s, secret=secret
@@ -79,24 +82,24 @@ def _start(store: Any, rank: int, size: int, timeout_s: float) -> bool:
 
 def _check(rank: int, size: int, of_all: bool) -> None:
     """ValueError unless torch's ranks are those of the job."""
-    if of_all and (rank, size) != (job.rank(), job.size()):
+    if of_all and (rank, size) != (state.rank(), state.size()):
         raise ValueError(
             f"init_process_group: torch.distributed has rank {rank} of {size}, but hororing runs "
-            f"already with rank {job.rank()} of {job.size()}; they must be the same"
+            f"already with rank {state.rank()} of {state.size()}; they must be the same"
         )
 
 
 def _leave() -> None:
     """End the engine that a group started, once the other ranks have left theirs."""
-    if not job.has_engine():
+    if not state.has_engine():
         return
     with suppress(HororingInternalError, ValueError):  # the job has ended already
         handle = control.start_barrier(_LEAVE, WORLD_SET, blocking=True)
-        if collectives.wait_at_most(handle, _LEAVE_S):
-            collectives.wait(handle)
+        if handles.wait_at_most(handle, _LEAVE_S):
+            handles.wait(handle)
         else:
-            collectives.abandon(handle, None)
-    runtime.shutdown()
+            handles.abandon(handle, None)
+    init.shutdown()
 
 
 def _nothing() -> None:
@@ -105,12 +108,12 @@ def _nothing() -> None:
 
 def meet(_: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
     """Start the engine through its own rendezvous, and share a store of torch: hororing://."""
-    runtime.init()
-    rank, size = job.rank(), job.size()
+    init.init()
+    rank, size = state.rank(), state.size()
     store, place = None, None
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-        one_host = job.local_size() == size
+        one_host = state.local_size() == size
         place = "127.0.0.1" if one_host else interfaces.reached_at(), store.port
     host, port = broadcast_object(place, 0, name="torch.distributed.store")
     if store is None:

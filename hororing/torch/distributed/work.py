@@ -19,9 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as torch_distributed
 
-from hororing import collectives, threads
+from hororing._job import threads
+from hororing._requests import handles
 from hororing.errors import StalledError
-from hororing.torch.uncompiled import uncompiled
+from hororing.torch._tensor.uncompiled import uncompiled
 
 # torch's stubs lack many names.
 dist: Any = torch_distributed
@@ -37,7 +38,7 @@ class Work(_Work):  # type: ignore[misc]
     Parameters
     ----------
     title : for errors, such as "allreduce 'group0.5'".
-    handle : of `hororing.collectives`; 0: it is complete.
+    handle : of `hororing._requests.handles`; 0: it is complete.
     result : the list of tensors that `result()` and the future return.
     finish : called once with the result of `collectives.wait(handle)`, by any thread.
     timeout_s : the maximum wait.
@@ -71,7 +72,7 @@ class Work(_Work):  # type: ignore[misc]
     # At the end of the interpreter, names of modules are None, and the engine has ended.
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not self._done and self._handle and not ending():
-            collectives.abandon(self._handle, self._result)
+            handles.abandon(self._handle, self._result)
 
     @uncompiled
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -88,7 +89,7 @@ class Work(_Work):  # type: ignore[misc]
         return True
 
     def _wait(self, timeout_s: float) -> None:
-        if collectives.wait_at_most(self._handle, timeout_s):
+        if handles.wait_at_most(self._handle, timeout_s):
             self.settle()
         else:
             self.expire(timeout_s)
@@ -102,7 +103,7 @@ class Work(_Work):  # type: ignore[misc]
         if self._done:
             return True
         try:
-            return collectives.poll(self._handle)
+            return handles.poll(self._handle)
         except ValueError:  # another thread has just finished it
             return True
 
@@ -111,7 +112,7 @@ class Work(_Work):  # type: ignore[misc]
         with self._lock:
             if not self._done:
                 try:
-                    value = collectives.wait(self._handle)
+                    value = handles.wait(self._handle)
                     if self._finish is not None:
                         self._finish(value)
                 except Exception as error:  # `wait` raises it
@@ -134,7 +135,7 @@ class Work(_Work):  # type: ignore[misc]
         self._notify()
 
     def _abandon(self) -> None:
-        collectives.abandon(self._handle, self._result)
+        handles.abandon(self._handle, self._result)
 
     def _end(self) -> None:
         self._done = True
@@ -272,7 +273,7 @@ class _Completions:
             if ready := [work for work in works if work.look(now)]:
                 return ready
             if all(work.blocks for work in works):
-                self._seen = collectives.next_completion(self._seen)
+                self._seen = handles.next_completion(self._seen)
             else:
                 with self._changed:
                     self._changed.wait(_POLL_S)

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import importlib
 
-from hororing import elastic, job
+from hororing import elastic
+from hororing._engine import state as engine_state
 from hororing.elastic import *  # noqa: F403
 from hororing.torch.elastic.handlers import (
     ModelStateHandler,
@@ -37,7 +38,7 @@ from hororing.torch.elastic.sampler import ElasticSampler
 from hororing.torch.elastic.state import TorchState
 
 # The first optimizer of a process imports it, which takes 1 to 2 s.
-job.before_joining(lambda: importlib.import_module("torch._dynamo"))
+engine_state.before_joining(lambda: importlib.import_module("torch._dynamo"))
 
 __all__ = [
     "ElasticSampler",

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from hororing import job
+from hororing._engine import state as engine_state
 from hororing.elastic.variables import broadcast
 from hororing.torch.elastic.sampler import ElasticSampler
 from hororing.torch.state import (
@@ -115,7 +115,7 @@ class ObjectWithStateHandler(StateHandler):
     def sync(self) -> None:
         """Send and load the `state_dict`."""
         state = broadcast(self.value.state_dict())
-        if job.rank() != 0:
+        if engine_state.rank() != 0:
             self.value.load_state_dict(state)
 
     can_mark = True
@@ -253,7 +253,7 @@ class OptimizerStateHandler(ObjectWithStateHandler):
     def sync_marked(self) -> None:
         """Send the options."""
         options = broadcast(self._options())
-        if job.rank() != 0:
+        if engine_state.rank() != 0:
             self._set_options(options)
 
     def _options(self) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.utils.data
 
-from hororing import job
+from hororing._engine import state
 from hororing.elastic.partition import samples_left, share_of
 from hororing.elastic.steps import Steps
 
@@ -77,7 +77,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Distribute the remaining samples over the present ranks, after `init`."""
-        self.rank, self.num_replicas = job.rank(), job.size()
+        self.rank, self.num_replicas = state.rank(), state.size()
         seed = self.seed + self.epoch if self.shuffle else None
         self.remaining_indices = samples_left(len(self.dataset), self.processed_num, seed)
         self._mine = share_of(self.remaining_indices, self.rank, self.num_replicas)

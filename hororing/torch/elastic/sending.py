@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hororing import collectives
-from hororing.rendezvous.generations import Member
-from hororing.torch.verbs import verbs
+from hororing._job.rendezvous.generations import Member
+from hororing._requests import handles as request_handles
+from hororing.torch._tensor.verbs import verbs
 
 # Bounds the bytes in flight, because they are received into extra memory.
 _PART_BYTES = 16 << 20
@@ -73,7 +73,7 @@ class Sender:
             verbs.alltoall_async(tensor.reshape(1, -1).expand(count, -1), self._splits, name)
             for name, tensor in part
         ]
-        received = collectives.wait_all(handles)
+        received = request_handles.wait_all(handles)
         if self._lacks:
             for (_, tensor), (rows, _) in zip(part, received, strict=True):
                 tensor.copy_(rows[0].view(tensor.shape))

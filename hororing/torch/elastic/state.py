@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from hororing import job, membership
+from hororing._engine import membership, state
+from hororing._job.rendezvous.generations import Member
 from hororing.elastic.state import check_names
 from hororing.elastic.stepped import SteppedState
 from hororing.elastic.steps import Steps
 from hororing.elastic.variables import broadcast
-from hororing.rendezvous.generations import Member
+from hororing.torch._optimizer.distributed import Distributed, parameters
+from hororing.torch._tensor.verbs import verbs
 from hororing.torch.elastic.handlers import StateHandler, handler_for
 from hororing.torch.elastic.sampler import ElasticSampler
 from hororing.torch.elastic.sending import Sender, sources
-from hororing.torch.gradient_optimizer import Distributed, parameters
 from hororing.torch.state import broadcast_from
-from hororing.torch.verbs import verbs
 
 
 class TorchState(SteppedState):
@@ -61,7 +61,7 @@ class TorchState(SteppedState):
                     f"TorchState: {name} has the samples of one rank, and all would get "
                     "those of rank 0; use hvd.elastic.ElasticSampler"
                 )
-        super().__init__(broadcast, job.rank, **kwargs)
+        super().__init__(broadcast, state.rank, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Save a new model, optimizer or the like in its place; objects are only set."""
@@ -151,7 +151,7 @@ class TorchState(SteppedState):
 
     def _prepare_sync(self, members: Sequence[Member], lacks: Sequence[bool], alike: bool) -> None:
         found = sources(members, lacks) if alike else None
-        send = Sender(job.rank(), found) if found else broadcast_from(0)
+        send = Sender(state.rank(), found) if found else broadcast_from(0)
         for handler in self._handlers.values():
             handler.send = send
 

@@ -18,7 +18,7 @@ namespace {
 
 using namespace hororing_test;
 
-// A frame of hororing/rendezvous/protocol.py.
+// A frame of hororing/_job/rendezvous/protocol.py.
 std::string Frame(uint32_t kind, int32_t rank, int64_t generation, int64_t stamp, int32_t what,
                   const std::string& text) {
   std::string frame(160, '\0');

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from hororing import built
+from hororing._api import built
 
 T = TypeVar("T")
 

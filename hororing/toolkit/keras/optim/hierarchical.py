@@ -16,6 +16,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from hororing._requests.process_sets import ProcessSet
 from hororing.extension import (
     OPTIMIZER,
     Compressor,
@@ -25,7 +26,6 @@ from hororing.extension import (
 )
 from hororing.keras.extension import Distributed, Settings, backend, checked_settings, wrapped
 from hororing.numpy import rank, size
-from hororing.process_sets import ProcessSet
 from hororing.toolkit.keras.optim.averages import (
     Array,
     Average,

@@ -8,10 +8,10 @@ from typing import Any
 import keras
 from keras import ops
 
+from hororing._requests.process_sets import ProcessSet, global_process_set
 from hororing.extension import check_member, default_name, find
 from hororing.keras.extension import backend, checked_settings
 from hororing.numpy import Max
-from hororing.process_sets import ProcessSet, global_process_set
 
 
 @keras.saving.register_keras_serializable(package="hororing")

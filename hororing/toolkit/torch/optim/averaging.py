@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hororing._requests.process_sets import ProcessSet
 from hororing.numpy import rank
-from hororing.process_sets import ProcessSet
 from hororing.toolkit.large_batch.hierarchy import shares
 from hororing.toolkit.large_batch.plan import Plan, Request
 from hororing.toolkit.torch.optim import momenta

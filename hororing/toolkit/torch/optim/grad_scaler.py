@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from hororing._requests.process_sets import ProcessSet, global_process_set
 from hororing.extension import check_member, default_name
 from hororing.numpy import Max, size
-from hororing.process_sets import ProcessSet, global_process_set
 from hororing.torch.ops import allreduce
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hororing._requests.process_sets import global_process_set
 from hororing.extension import (
     Compressor,
     NoneCompressor,
@@ -20,7 +21,6 @@ from hororing.extension import (
     is_elastic,
 )
 from hororing.numpy import Average, rank, size
-from hororing.process_sets import global_process_set
 from hororing.toolkit.large_batch.outer import Outer
 from hororing.toolkit.large_batch.plan import WHAT, Request, make_plan
 from hororing.toolkit.torch.optim import momenta

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from hororing._requests.process_sets import ProcessSet
 from hororing.numpy import allgather_object
-from hororing.process_sets import ProcessSet
 from hororing.torch.ops import allgather
 
 # Keys of torch's optimizers under which zeros mean a fresh start.

@@ -1,0 +1,45 @@
+"""Counters of the engine."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from hororing._core import ffi, lib
+from hororing._engine import state
+
+
+def statistics() -> dict[str, int]:
+    """Return the counters of this process's engine since `init`, by name.
+
+    Never blocks. The counters are read one after another while the engine runs; docs/scheduling.md
+    explains them. ``"groups"`` holds the groups of ``DistributedOptimizer(groups="auto")``, by
+    optimizer, and ``"compression"`` the choices of ``Compression.auto``.
+
+    Examples
+    --------
+    >>> before = hvd.statistics()["bytes"]
+    >>> optimizer.step()
+    >>> reduced = hvd.statistics()["bytes"] - before
+    """
+    state.topology()
+    state.refuse_forked()
+    counters = ffi.new("hr_stats *")
+    lib.hr_stats_now(counters)
+    found: dict[str, Any] = {name: getattr(counters, name) for name in dir(counters)}
+    return found | {kind: dict(each.values()) for kind, each in _shown.items()}
+
+
+# What live optimizers show, by kind, each with the optimizer's name.
+_shown: dict[str, weakref.WeakKeyDictionary[object, tuple[str, dict[str, float]]]] = {
+    "groups": weakref.WeakKeyDictionary(),
+    "compression": weakref.WeakKeyDictionary(),
+}
+
+
+def show(kind: str, owner: object, optimizer: str, values: dict[str, float]) -> None:
+    """Include an optimizer's "groups" or "compression" in `statistics` while `owner` lives."""
+    _shown[kind][owner] = optimizer, values
+
+
+__all__ = ["statistics"]

@@ -1,0 +1,214 @@
+"""The output of ranks: whole lines, each with its rank, to the terminal or to files."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import select
+from collections import deque
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import IO
+
+from hororing.hororun.host.local import STDERR, STDOUT
+
+_TAIL_LINES = 10
+# Of an incomplete line that is held back: from a rank beside others, and from one alone.
+_LONGEST_BYTES, _LONGEST_ALONE_BYTES = 2**22, 2**16
+_TAIL_BYTES = 2**16  # of a line in an error text
+_UNREAD_MS = 1000  # after that, output is lost if the job has to end
+# Progress bars also end their lines with \r.
+_END = re.compile(rb"\r\n|\r(?=[^\n])|\n")
+_COLOURS = [36, 33, 32, 35, 34, 96, 93, 92, 95, 94]
+
+
+class Output:
+    """Assembles lines. Bytes are unchanged, whatever the encoding.
+
+    If several ranks share a stream, or lines are tagged, an incomplete line gets an end: the last
+    one of a rank, and one of more than 4 MiB. What cannot be written, on a full disk for example,
+    is lost: an error is logged, and the next piece is tried again.
+
+    Parameters
+    ----------
+    streams : the targets of standard output and standard error: unbuffered, and open.
+    tag : start each line with its rank.
+    colour : streams with coloured tags.
+    only_from : ranks whose standard output is shown; None: all. Errors are always shown.
+    directory : write each rank's output there instead, as rank.N/stdout and rank.N/stderr.
+    elastic : ranks are process numbers; files are in process.N.
+
+    Attributes
+    ----------
+    ranks : present rank by process number in an elastic job; None: not elastic.
+    is_to_end : whether the user has requested the end of the job, even if nobody reads its output.
+    """
+
+    def __init__(
+        self,
+        streams: dict[str, io.RawIOBase],
+        size: int,
+        *,
+        tag: bool,
+        colour: Collection[str] = (),
+        only_from: Collection[int] | None = None,
+        directory: str | None = None,
+        elastic: bool = False,
+    ) -> None:
+        self.ranks: dict[int, int] | None = {} if elastic else None
+        self.is_to_end: Callable[[], bool] = lambda: False
+        self._streams = streams
+        self._width = len(str(size - 1))
+        self._tag = tag
+        self._alone = size == 1 and not tag and not elastic  # others' lines cannot come between
+        self._colour = colour
+        self._only_from = only_from
+        self._directory = None if directory is None else Path(directory)
+        self._files: dict[tuple[int, str], IO[bytes]] = {}
+        self._lost: dict[str, int] = {}  # bytes that could not be written, by path or stream
+        self._parts: dict[tuple[int, str], bytearray] = {}
+        self._tails: dict[int, deque[bytes]] = {}
+
+    @property
+    def files_per_rank(self) -> int:
+        """The number of files that stay open for each rank."""
+        return 0 if self._directory is None else 2
+
+    def write(self, rank: int, stream: str, data: bytes) -> None:
+        """Add a piece; b"": the stream has ended."""
+        parts = self._parts.pop((rank, stream), bytearray())
+        looked_at = max(len(parts) - 1, 0)  # the last byte may be half of an end
+        parts += data
+        end = 0
+        lines = []
+        for found in _END.finditer(parts, looked_at):
+            lines.append(bytes(parts[end : found.end()]))
+            end = found.end()
+        del parts[:end]
+        longest = _LONGEST_ALONE_BYTES if self._alone else _LONGEST_BYTES
+        if parts and (not data or len(parts) > longest):
+            no_end = self._alone or parts.endswith(b"\r")
+            lines.append(bytes(parts) if no_end else bytes(parts) + b"\n")
+        elif parts:
+            self._parts[rank, stream] = parts
+        if stream == STDERR:
+            tail = self._tails.setdefault(rank, deque(maxlen=_TAIL_LINES))
+            tail.extend(line[-_TAIL_BYTES:] for line in lines if line.strip())
+        if self._directory is not None:
+            self._to_file(rank, stream, data)
+            if not data and self.ranks is not None and (rank, stream) in self._files:
+                _close(self._files.pop((rank, stream)))  # there may be many by the end
+        elif stream == STDERR or self._only_from is None or self._rank(rank) in self._only_from:
+            self._show(stream, b"".join(self._tagged(rank, stream, line) for line in lines))
+
+    def open_files(self, size: int) -> None:
+        """Create the files of all ranks now, so that errors show up early. OSError."""
+        if self._directory is not None:
+            for rank in range(size):
+                for stream in (STDOUT, STDERR):
+                    self._file(rank, stream)
+
+    def tail(self, rank: int) -> list[bytes]:
+        """The last lines of a rank's standard error."""
+        last = bytes(self._parts.get((rank, STDERR), b"")[-_TAIL_BYTES:])
+        lines = [*self._tails.get(rank, ()), last]
+        return [line.rstrip() for line in lines if line.strip()][-_TAIL_LINES:]
+
+    def log(self, text: str) -> None:
+        """Print a line of the launcher."""
+        self._show(STDERR, f"hororun: {text}\n".encode("utf-8", "surrogateescape"))
+
+    def close(self) -> None:
+        """Show incomplete lines, and close files."""
+        for rank, stream in list(self._parts):
+            self.write(rank, stream, b"")
+        for path, count in self._lost.items():
+            self.log(f"ERROR: {path} lacks the last {count} bytes")
+        self._lost.clear()
+        for file in self._files.values():
+            _close(file)
+        self._files.clear()
+
+    def _tagged(self, rank: int, stream: str, line: bytes) -> bytes:
+        if not self._tag:
+            return line
+        now = self._rank(rank)
+        tag = f"[{f'p{rank}' if now is None else now:>{self._width}}]".encode()
+        if stream in self._colour:
+            tag = b"\x1b[%dm%b\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], tag)
+        return tag + b" " + line
+
+    def _rank(self, rank: int) -> int | None:
+        return rank if self.ranks is None else self.ranks.get(rank)
+
+    def _show(self, stream: str, data: bytes) -> None:
+        name, left = {STDOUT: "standard output", STDERR: "standard error"}[stream], memoryview(data)
+        while left and (file := self._streams.get(stream)) is not None:
+            try:
+                if self._is_read(file):
+                    left = left[file.write(left[: select.PIPE_BUF]) or 0 :]
+                    self._found_again(name)
+                    continue
+            except BrokenPipeError:  # its reader has ended; the job continues
+                pass
+            except OSError as error:
+                self._lose(name, left, error)
+                return
+            except Exception:
+                del self._streams[stream]  # raise it once: the job ends and closes
+                raise
+            del self._streams[stream]
+
+    def _is_read(self, file: io.RawIOBase) -> bool:
+        """Wait until PIPE_BUF bytes fit in. False: nobody reads, and the job has to end."""
+        with contextlib.suppress(OSError, AttributeError):  # it is no file
+            room = select.poll()
+            room.register(file.fileno(), select.POLLOUT)
+            while not room.poll(_UNREAD_MS):
+                if self.is_to_end():
+                    return False
+        return True
+
+    def _to_file(self, rank: int, stream: str, data: bytes) -> None:
+        left, path = memoryview(data), str(self._path(rank, stream))
+        try:
+            file = self._file(rank, stream)
+            if left and path in self._lost:
+                file.write(b"\nhororun: %d bytes are missing here\n" % self._lost[path])
+                self._found_again(path)
+            while left:
+                left = left[file.write(left) :]
+        except OSError as error:
+            self._lose(path, left, error)
+
+    def _lose(self, path: str, data: memoryview, error: OSError) -> None:
+        """Count what could not be written, and log the first time."""
+        known = path in self._lost
+        self._lost[path] = self._lost.get(path, 0) + len(data)
+        if not known:
+            why = error.strerror or error
+            self.log(f"ERROR: cannot write {path}: {why}; until that works, output is lost")
+
+    def _found_again(self, path: str) -> None:
+        count = self._lost.pop(path, None)
+        if count is not None:
+            self.log(f"ERROR: {path} is written again, and lacks {count} bytes")
+
+    def _path(self, rank: int, stream: str) -> Path:
+        assert self._directory is not None
+        kind = "rank" if self.ranks is None else "process"
+        return self._directory / f"{kind}.{rank:0{self._width}d}" / stream
+
+    def _file(self, rank: int, stream: str) -> IO[bytes]:
+        """Create it the first time. OSError, with its name."""
+        if (rank, stream) not in self._files:
+            path = self._path(rank, stream)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._files[rank, stream] = path.open("wb", buffering=0)
+        return self._files[rank, stream]
+
+
+def _close(file: IO[bytes]) -> None:
+    with contextlib.suppress(OSError):  # NFS notices a full disk only now
+        file.close()

@@ -1,0 +1,507 @@
+"""An elastic job: processes join and leave, and it continues while there are enough of them.
+
+Processes are numbered in the order of starts. A process has a rank as soon as the store has put it
+into a generation. A process that fails is replaced by a new one in the same slot, after a delay
+(`slots`), until a process has finished: then no more are started, and the job ends with the last
+one. Success is an exit code of 0 that the process has announced to the store.
+
+Everything but `Events.put` happens in the thread that runs the job.
+"""
+
+from __future__ import annotations
+
+import math
+import selectors
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hororing._job.rendezvous.elastic_store import CONNECTION_ENDED, ElasticStore
+from hororing._job.rendezvous.generations import Apart, Done, Ended, Event, Joined, Lost, World
+from hororing.hororun.flags.elastic import Elastic
+from hororing.hororun.flags.host_lists import Host
+from hororing.hororun.host.hosts import ASK_S, LOST, LocalHost
+from hororing.hororun.host.local import RESULT, Program, step
+from hororing.hororun.host.output import Output
+from hororing.hororun.job import history
+from hororing.hororun.job.discovery import Finder, Found
+from hororing.hororun.job.elastic_events import Events
+from hororing.hororun.job.elastic_processes import (
+    ElasticHost,
+    ElasticProcess,
+    Processes,
+    ProcessHost,
+)
+from hororing.hororun.job.ending import Ending, Grace
+from hororing.hororun.job.fixed import CannotStartError, conclude_asked, end_report
+from hororing.hororun.job.slots import Slot, Slots, pause
+
+_NOT_STARTED = 127
+_TOLD_S = 1.0
+_LONGEST_WAIT_S = 3600.0  # epoll takes no longer ones than some weeks
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # no fault of the process
+
+
+class ElasticJob:
+    """The processes of all hosts. A `Sink` of theirs, whose ranks are their numbers.
+
+    Parameters
+    ----------
+    what : see there.
+    output : whose `ranks` follow the generations.
+    make_program : returns the program of the process with a number, in a slot.
+    make_store : makes a store, not started yet, from the number of processes that it first waits
+        for, the known hosts, and a function that it calls with events.
+    make_host : makes the object for the host of a name, which calls a given function when the host
+        can no longer be reached. CannotStartError.
+    make_discovery : makes a `Finder` that calls one of two functions from time to time: with hosts,
+        or with an error text. None: the hosts of `what` stay.
+    grace : time between the request to end and SIGKILL.
+    start_timeout_s : how long an agent may take to answer.
+    membership : a file that gets a line of JSON for each generation. None: no file.
+
+    Attributes
+    ----------
+    answers : the processes' RESULT, by number. why : the job has failed; "": it has not.
+    """
+
+    def __init__(
+        self,
+        what: Elastic,
+        output: Output,
+        *,
+        make_program: Callable[[int, Slot], Program],
+        make_store: Callable[[Elastic, Sequence[Host], Callable[[Event], None]], ElasticStore],
+        make_host: Callable[[ElasticJob, str, Callable[[str], None]], ProcessHost],
+        make_discovery: Callable[[ElasticJob, Found, Callable[[str], None]], Finder] | None = None,
+        grace: Grace,
+        start_timeout_s: float,
+        membership: Path | None = None,
+    ) -> None:
+        self.selector = selectors.DefaultSelector()
+        self._what, self._output, self._membership = what, output, membership
+        self._make_program, self._make_store, self._make_host = make_program, make_store, make_host
+        self._make_discovery = make_discovery
+        self._grace_s, self._start_timeout_s = grace.failed_s, start_timeout_s
+        self._ending = Ending(self.selector, self._send, grace, output, self._left)
+        self._events = Events(self.selector)
+        self._slots = Slots(what.max_np, what.cooldown)
+        self._known: Sequence[Host] | None = None
+        self._retired: set[str] = set()  # names of hosts that members may not come from
+        self._hosts: dict[str, ElasticHost] = {}
+        self._dead_hosts: list[ElasticHost] = []  # to be closed
+        self._processes = Processes()
+        self._several = what.script is not None or len(what.hosts) > 1
+        self._store: ElasticStore | None = None  # once there are enough slots
+        self._patience_s = what.elastic_timeout_s or math.inf
+        self._began = time.monotonic()
+        self._few_since: float | None = None
+        self._causes: list[str] = []  # of the next generation
+        self._expected = 0
+        self._finished = False  # a process has finished: no more are started
+        self.why = ""  # it has failed
+        self.answers: dict[int, bytearray] = defaultdict(bytearray)  # by number
+        self._host_unreachable = False  # a host no longer answers
+        self._discovery: Finder | None = None
+
+    # -----------------------------------------------------------------------------------------
+    # Reports of hosts
+
+    def output(self, rank: int, stream: str, data: bytes) -> None:
+        """Like `Sink.output`."""
+        if stream == RESULT:
+            self.answers[rank] += data
+        else:
+            self._output.write(rank, stream, data)
+
+    def exited(self, rank: int, code: int) -> None:
+        """Like `Sink.exited`."""
+        process = self._processes.started[rank]
+        if process.code is not None:
+            return
+        self._take_events()  # its earlier events
+        until = time.monotonic() + _TOLD_S
+        while code == 0 and process.is_member() and (left_s := until - time.monotonic()) > 0:
+            self._take_events(left_s)  # the store is about to report how it has left
+        process.code = code
+        if process.status == 0 and self._store is not None:
+            self._store.note_end(process.uid, code)
+        process.slot.busy = False
+        for gone in process.gone:
+            gone.set()
+        process.host.of.reap(rank)
+        if self._ending.begun or process.leaves:
+            return
+        if code == 0 and not self._processes.generation:
+            process.slot.busy = True  # it has done its work
+            self._processes.no_ranks.append(process)
+        elif code == 0 and process.generation and process.status == 0:
+            self._finish()
+        else:
+            self._failed(process)
+
+    def _failed(self, process: ElasticProcess) -> None:
+        self._processes.failed.append(process)
+        after_s = time.monotonic() - self._began
+        text = f"{process.name(self._several)} {process.how()}, {after_s:.1f} s after the start"
+        if self._finished:
+            self.why = self.why or "a process has failed after another one had finished"
+        else:
+            took_part = process.generation > 0 and not process.refused
+            rest_s = self._slots.failed(
+                process.slot,
+                time.monotonic(),
+                early=not took_part and process.code not in _FROM_OUTSIDE,
+                lived_s=time.monotonic() - process.began if took_part else 0.0,
+            )
+            text += pause(process.slot, rest_s)
+        self._output.log(text)
+
+    def _finish(self) -> None:
+        """Start no more processes; end those that have not taken part yet."""
+        self._finished = True
+        for process in self._live():
+            if not process.generation:
+                self._end(process)
+
+    def _end(self, process: ElasticProcess, number: int = signal.SIGTERM) -> None:
+        process.leaves = True
+        process.host.of.signal(number, process.number)
+
+    # -----------------------------------------------------------------------------------------
+    # Running
+
+    def run(self) -> None:
+        """Run the job until all processes have ended.
+
+        CannotStartError : there are no hosts, or a program cannot be started.
+        """
+        with self._ending.signals_noted():
+            try:
+                self._find_hosts()
+                while not self._is_over():
+                    self._start_due()
+                    step(self.selector, self._left_s())
+                    self._ending.take_signals(failed=self._ending.begun)
+                    self._take_events()
+                    self._look_at_hosts()
+                    self._judge()
+            finally:
+                self._close()
+        self.selector.close()
+
+    def _find_hosts(self) -> None:
+        if self._make_discovery is None:
+            self._found(list(self._what.hosts))
+        else:
+            self._discovery = self._make_discovery(self, self._found, self._not_found)
+
+    def _is_over(self) -> bool:
+        over = self._ending.begun or self._finished
+        return self._host_unreachable or (over and not self._live())
+
+    def _left(self) -> list[str]:
+        return [each.name(self._several) for each in self._live()]
+
+    def _live(self) -> list[ElasticProcess]:
+        return self._processes.live()
+
+    def _close(self) -> None:
+        if self._discovery is not None:
+            self._discovery.close()
+        for host in [*self._hosts.values(), *self._dead_hosts]:
+            host.of.close()
+        if self._store is not None:
+            self._store.stop()
+        self._events.close()
+        self._output.close()
+
+    def _send(self, number: int) -> None:
+        for host in self._hosts.values():
+            host.of.signal(number)
+
+    def _left_s(self) -> float:
+        """Time until the next action that no event triggers."""
+        now = time.monotonic()
+        used = self._processes.used()
+        starts = not (self._ending.begun or self._finished)
+        times = [
+            self._slots.next_at(now, used) if starts and self._store is not None else None,
+            self._few_since + self._patience_s if starts and self._few_since else None,
+            *(host.ready_by for host in self._hosts.values() if not host.of.ready),
+            *(each.lost_at + self._grace_s for each in self._live() if each.lost_at is not None),
+            *(max(each + self._grace_s, now + ASK_S) for each in self._processes.left()),
+        ]
+        lefts = [max(each - now, 0.0) for each in times if each is not None]
+        lefts += [each for each in (self._ending.left_s(),) if each is not None]
+        if self._discovery is not None and starts:
+            lefts.append(self._discovery.left_s())
+        return min([*lefts, _LONGEST_WAIT_S])
+
+    # -----------------------------------------------------------------------------------------
+    # Processes and their hosts
+
+    def _start_due(self) -> None:
+        if self._ending.begun or self._finished:
+            return
+        if self._store is None:
+            if self._slots.usable() < self._what.np:
+                return
+            # Each change takes time, so the first generation has a process for every slot.
+            at_first = replace(self._what, np=self._slots.usable())
+            self._store = self._make_store(at_first, self._known or (), self._events.put)
+            self._store.start_thread()
+        for slot in self._slots.due(time.monotonic(), self._processes.used()):
+            if slot.host not in self._hosts:
+                self._reach(slot.host)
+            host = self._hosts.get(slot.host)
+            if host is not None and host.of.ready and not host.leaves:
+                self._start(slot, host)
+        expected = max(self._slots.usable() - sum(bool(each.uid) for each in self._live()), 0)
+        if expected != self._expected:
+            self._expected = expected
+            self._store.expect(expected)
+
+    def _reach(self, name: str) -> None:
+        def ended(text: str) -> None:
+            self._host_ended(name, host, text)
+
+        try:
+            host = ElasticHost(self._make_host(self, name, ended), time.monotonic())
+        except CannotStartError as error:  # the command that reaches others
+            self._fail(str(error))
+            return
+        host.ready_by += self._start_timeout_s
+        self._hosts[name] = host
+        if name in self._retired and self._store is not None:
+            self._retired.remove(name)
+            self._store.hosts_updated(added=[host.of.hostname])
+
+    def _start(self, slot: Slot, host: ElasticHost) -> None:
+        process = ElasticProcess(len(self.processes), slot, host, time.monotonic())
+        if process.number >= self._slots.max_np:
+            self._output.log(f"{process.name(self._several)} starts")
+        slot.busy = True
+        self._processes.started.append(process)
+        try:
+            host.of.start([self._make_program(process.number, slot)])
+        except CannotStartError as error:
+            self._output.log(str(error))
+            self.exited(process.number, _NOT_STARTED)
+
+    def _found(self, hosts: list[Host]) -> None:
+        first = self._known is None
+        self._known = hosts
+        came, gone = self._slots.update(hosts)
+        for name in gone:
+            if not first:
+                self._output.log(f"host {name} was removed")
+            self._retire(name)
+        if came and not first:
+            self._output.log(f"host {', '.join(came)} was added")
+        for process in self._live():
+            if not process.leaves and process.slot not in self._slots.of(process.slot.host):
+                why = f"the slot of process {process.number} was removed"
+                self._dismiss([process], process.uid, why)
+
+    def _retire(self, name: str) -> None:
+        host = self._hosts.get(name)
+        if host is not None:
+            host.leaves = True
+            self._retired.add(name)
+            here = [each for each in self._live() if each.host is host]
+            self._dismiss(here, host.of.hostname, f"host {name} was removed")
+
+    def _dismiss(self, processes: Sequence[ElasticProcess], name: str, why: str) -> None:
+        """Let members leave at their next commit, and others at once. `name`: a host, or a uid."""
+        for process in processes:
+            process.leaves = True
+            if not process.generation:
+                self._end(process)
+        assert self._store is not None
+        self._causes.append(why)
+        self._store.retire(name)
+        self._store.hosts_updated(removed=[name])
+
+    def _not_found(self, text: str) -> None:
+        if self._known is None:
+            raise CannotStartError(text)
+        self._output.log(text)
+
+    def _host_ended(self, name: str, host: ElasticHost, text: str) -> None:
+        """The agent has ended; it reports the ends of its processes next."""
+        if self._hosts.get(name) is not host:
+            return
+        del self._hosts[name]
+        self._dead_hosts.append(host)
+        if not (self._ending.begun or self._finished):
+            self._output.log(text)
+            for slot in self._slots.of(name):
+                if not slot.busy:
+                    self._slots.failed(slot, time.monotonic(), early=True)
+
+    def _look_at_hosts(self) -> None:
+        if self._discovery is not None and not (self._ending.begun or self._finished):
+            self._discovery.go_on()
+        for name, host in list(self._hosts.items()):
+            if not host.of.ready and time.monotonic() >= host.ready_by:
+                self._host_ended(
+                    name, host,
+                    f"no agent answers on {name} after {self._start_timeout_s:g} s "
+                    "(--start-timeout)",
+                )  # fmt: skip
+            elif host.leaves and not any(each.host is host for each in self._live()):
+                del self._hosts[name]
+                self._dead_hosts.append(host)
+        for host in self._dead_hosts:
+            host.of.close()
+        self._dead_hosts.clear()
+
+    # -----------------------------------------------------------------------------------------
+    # Events of the store
+
+    def _take_events(self, wait_s: float = 0.0) -> None:
+        for event, gone in self._events.take(wait_s):
+            if isinstance(event, World):
+                self._form(event)
+            elif isinstance(event, Ended):
+                self._fail(event.reason)
+            elif isinstance(event, Apart):
+                self._causes.append(event.why)
+                self._output.log(event.why)
+            elif isinstance(event, (Joined, Lost, Done)):
+                self._about(event, gone)
+
+    def _about(self, event: Joined | Lost | Done, gone: threading.Event) -> None:
+        process = self._processes.of(event.uid)
+        if process is None:  # a process that we did not start, but that knows the secret
+            gone.set()
+            return
+        if isinstance(event, Joined):
+            process.uid, process.lost_at, process.left_at = event.uid, None, None
+            if self._processes.generation:
+                self._causes.append(f"process {process.number} has arrived")
+        elif isinstance(event, Lost):
+            self._causes.append(f"lost process {process.number}")
+            process.lost_at = process.left_at = time.monotonic()
+            process.gone.append(gone)
+            process.refused = event.refused
+            if event.refused:
+                self._output.log(f"{process.name(self._several)} is not admitted: {event.why}")
+            elif process.code is None and event.why != CONNECTION_ENDED:
+                process.host.of.signal(signal.SIGKILL, process.number)
+            if process.code is not None or not isinstance(process.host.of, LocalHost):
+                gone.set()
+        else:
+            process.status, process.left_at = event.status, time.monotonic()
+
+    def _form(self, world: World) -> None:
+        ranks = self._processes.form(world)
+        for process in self._live():
+            if process.number not in ranks and process.leaves:
+                self._end(process)
+        self._output.ranks = ranks
+        cause = "; ".join(self._causes) or "start"
+        self._causes.clear()
+        if self._membership is not None:
+            history.record(self._membership, world, cause, self._output.log)
+        if world.generation > 1:
+            self._output.log(f"generation {world.generation} has {len(ranks)} ranks: {cause}")
+        if 0 < self._what.reset_limit < world.generation - 1:
+            self._fail(f"more than {self._what.reset_limit} resets (--reset-limit)")
+
+    # -----------------------------------------------------------------------------------------
+    # Whether the job can continue
+
+    def _judge(self) -> None:
+        if not self._ending.go_on():
+            self._host_unreachable = True
+            return
+        for process in self._live():
+            if process.lost_at is not None and time.monotonic() >= process.lost_at + self._grace_s:
+                process.lost_at = None
+                self._end(process, signal.SIGKILL)
+        for process in self._processes.frozen(self._grace_s):
+            self._abandon(process)
+        if not (self._ending.begun or self._finished):
+            self._judge_slots()
+            self._judge_processes()
+
+    def _judge_processes(self) -> None:
+        usable = self._slots.usable()
+        if why := self._processes.why_over(usable, self._several):
+            self._fail(why)
+        elif self._processes.all_ended_before_init(usable):
+            self._finish()
+
+    def _judge_slots(self) -> None:
+        usable = self._slots.usable()
+        wanted = self._what.np if self._store is None else self._what.min_np
+        if usable >= wanted:
+            self._few_since = None
+            return
+        text = f"there are {usable} usable slots, of at least {wanted} that are needed"
+        if self._discovery is None:
+            self._fail(text)
+        elif self._few_since is None:
+            self._few_since = time.monotonic()
+        elif time.monotonic() >= self._few_since + self._patience_s:
+            self._fail(f"{text}, for {self._patience_s:g} s (--elastic-timeout)")
+
+    def _abandon(self, process: ElasticProcess) -> None:
+        """Count a process as ended whose host's agent does not report that."""
+        if not process.host.leaves:
+            process.host.leaves = True  # nothing starts there any more
+            self._output.log(f"host {process.slot.host} is lost: its agent does not answer")
+        process.end = "was on a host whose agent does not answer"
+        self.exited(process.number, 0 if process.status == 0 else LOST)
+
+    def _fail(self, why: str) -> None:
+        if not self.why:
+            self.why = why
+        if not self._ending.begun:
+            self._ending.stop(signal.SIGTERM)
+
+    # -----------------------------------------------------------------------------------------
+    # The end
+
+    @property
+    def processes(self) -> Sequence[ElasticProcess]:
+        """All that were started, by number; those that have failed are among them."""
+        return self._processes.started
+
+    @property
+    def asked(self) -> int | None:
+        """Like `Job.asked`."""
+        return self._ending.asked
+
+    @property
+    def first_failed(self) -> ElasticProcess | None:
+        """The process that best explains why the job has failed."""
+        return self._processes.blamed()
+
+    def conclude(self) -> int:
+        """Print how it has ended, and return the exit code of hororun."""
+        if self._processes.failed:
+            self._output.log(self._processes.failures(self._several))
+        if self._ending.asked is not None:
+            codes = [each.code for each in self.processes] or [1]
+            return conclude_asked(self._ending.asked, codes, self._output)
+        if not self.why:
+            return 0
+        self._output.log(f"the job has failed: {self.why}")
+        if self.first_failed is None:
+            return 1
+        for line in self.end_report(self.first_failed):
+            self._output.log(line)
+        code = self.first_failed.code or 1
+        return code if code > 0 else 128 - code
+
+    def end_report(self, process: ElasticProcess) -> list[str]:
+        """Lines for the user: how it has ended."""
+        how = f"{process.name(self._several)} {process.how()}"
+        return end_report(how, process.code or 0, self._output.tail(process.number))
