@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= $(shell nproc)
 BIN := $(CURDIR)/$(VENV)/bin
-SOURCES := hororing hororing/torch_backend.py tools packaging setup.py tests/python examples benchmarks
+SOURCES := hororing tools packaging setup.py tests/python examples benchmarks
 
 # Tests of `make test-tensorflow TF=2.19.1`, and their environment.
 TF ?= 2.19.1

@@ -5,45 +5,35 @@ Use it through the module of your framework::
     import hororing.torch as hvd      # PyTorch
     import hororing.numpy as hvd      # plain arrays
 
-Start the script with hororun or mpirun, or a function of it with `hororing.run`. Importing hororing
-starts nothing and touches no MPI; `init()` does.
+Start the script with hororun or mpirun, or a function of it with `hororing.run`. Importing this
+package loads nothing; `init()` starts the engine.
+
+For users: numpy, torch, tensorflow, keras, elastic, ray, spark, toolkit, as_horovod, errors and
+extension; `hororun` is the launcher, torch_backend what `import torch` finds. A name that begins
+with "_" is private. The private floors, each of which knows only those before it: config and
+errors < _job (how this process becomes rank r of n) < _engine (the engine of this process) <
+_requests (from a tensor to a request and back) < _api (Horovod's names) < _adapters (what adapters
+share).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-try:
-    from hororing._core import ffi as _ffi
-    from hororing._core import lib as _lib
-    from hororing._tensors import PlainTensors as _PlainTensors  # noqa: F401
-except ImportError as error:  # a source tree that was not built, or a damaged installation
-    from pathlib import Path as _Path
-
-    _remedy = "install it again: pip install ."
-    if (_Path(__file__).parents[1] / "CMakeLists.txt").exists():
-        _remedy = (
-            "this is the source folder, which hides an installed hororing: run from another "
-            "folder, or build in place with pip install -e ."
-        )
-    raise ImportError(f"hororing's core cannot be loaded ({error}); {_remedy}") from error
-
-__version__: str = _ffi.string(_lib.hr_version()).decode()
-
-if _lib.hr_abi_version() != _lib.HR_ABI_VERSION:
-    raise ImportError(
-        f"hororing/_core was built for version {_lib.HR_ABI_VERSION} of the C interface, "
-        f"hororing/lib has version {_lib.hr_abi_version()}; install hororing again"
-    )
-
 if TYPE_CHECKING:
     from hororing.hororun.function import run as run
+
+    __version__: str
 else:
 
     def __getattr__(name: str) -> object:
-        """`run`, which ranks do not need."""
+        """Load what needs the core or the launcher when it is used."""
         if name == "run":
             from hororing.hororun.function import run
 
             return run
+        if name == "__version__":
+            from hororing._engine.core import VERSION
+
+            return VERSION
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,8 +15,8 @@ from importlib import metadata
 import hororing
 from hororing import config
 from hororing._api import init
-from hororing._core import ffi, lib
 from hororing._engine import mpi, nccl
+from hororing._engine.core import ffi, lib
 from hororing._job import launchers, networks
 from hororing._job.launchers import Launch
 from hororing.config import documentation

@@ -1,4 +1,4 @@
-"""The exceptions of hororing, and how failures of the core become them.
+"""The exceptions of hororing.
 
 ================================  ==========================  ====================
 exception                         fails                       the engine afterwards
@@ -18,8 +18,6 @@ HororingInternalError (itself)    everything pending          failed (our defect
 from __future__ import annotations
 
 from typing import Any, Final
-
-from hororing._core import lib
 
 
 class HororingInternalError(RuntimeError):
@@ -140,34 +138,3 @@ class HostsUpdatedInterrupt(RuntimeError):  # not an error: the name is Horovod'
     def __reduce__(self) -> tuple[Any, ...]:
         """Keep `skip_sync` when the exception is pickled."""
         return type(self), (self.skip_sync,)
-
-
-_CLASSES: dict[int, type[Exception]] = {
-    lib.HR_INVALID_ARGUMENT: ValueError,
-    lib.HR_MISMATCH: MismatchError,
-    lib.HR_DUPLICATE_NAME: DuplicateNameError,
-    lib.HR_NOT_INITIALIZED: NotInitializedError,
-    lib.HR_SHUT_DOWN: ShutDownError,
-    lib.HR_STALLED: StalledError,
-    lib.HR_TRANSPORT: TransportError,
-    lib.HR_INTERNAL: HororingInternalError,
-}
-
-
-def error_for(code: int, text: str, rank: int = -1) -> Exception:
-    """Make the exception for a failure of the core.
-
-    Parameters
-    ----------
-    code : a positive hr_code.
-    text : the core's message, as hr_last_error().
-    rank : the rank to blame, as hr_last_error_rank().
-    """
-    if code == lib.HR_PEER_LOST:
-        return PeerLostError(text, rank)
-    if code not in _CLASSES:
-        return HororingInternalError(f"{text} (unknown code {code} of the core)")
-    error = _CLASSES[code](text)
-    if isinstance(error, MismatchError):
-        error.rank = rank
-    return error

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 import hororing.numpy as hvd
-from hororing._api.init import rank, size
 from hororing._engine import membership
+from hororing._engine.state import rank, size
 from hororing._requests import arguments, handles
 from hororing._requests.objects import allgather_object
 from hororing.elastic.variables import renew_constants

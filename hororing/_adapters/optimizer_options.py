@@ -9,8 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from hororing._api import init
-from hororing._engine import membership
+from hororing._engine import membership, state
 from hororing._requests import arguments
 from hororing._requests.arguments import Adasum, Average
 from hororing._requests.compression import Compressor, NoneCompressor, check_compression
@@ -109,7 +108,7 @@ def check_reduction(
         raise ValueError(
             f"{what}: gradient_predivide_factor={predivide} must be positive and finite"
         )
-    init.size()  # raises before `init`
+    state.size()  # raises before `init`
     members: int | None = getattr(process_set, "process_set_id", None)
     if members is None or process_set.included():
         members = check_member(process_set, what)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 
 from hororing import config
-from hororing._api import init
-from hororing._core import lib
 from hororing._engine import mpi, nccl, state
+from hororing._engine.core import lib
 
 
 def mpi_built() -> bool:
@@ -25,7 +24,7 @@ def mpi_threads_supported() -> bool:
         raise ValueError(
             "MPI is not enabled: hororing was built without; see docs/troubleshooting.md"
         )
-    return not init.mpi_enabled() or mpi.describe().level == "multiple"
+    return not state.mpi_enabled() or mpi.describe().level == "multiple"
 
 
 def gloo_enabled() -> bool:

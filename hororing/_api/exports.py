@@ -1,15 +1,41 @@
-"""The names that need no framework and that every adapter exports.
+"""The names that need no framework and that every adapter exports, and Horovod's `_basics`."""
 
-Written out, because mypy does not follow `__all__ += module.__all__` through two modules.
-"""
+from types import SimpleNamespace
 
-# ruff: noqa: F403, F405
-
-from hororing._api.built import *
-from hororing._api.init import *
-from hororing._engine.statistics import *
+from hororing._api.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from hororing._api.init import init
+from hororing._engine.shutdown import shutdown
+from hororing._engine.state import (
+    cross_rank,
+    cross_size,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_enabled,
+    rank,
+    size,
+)
+from hororing._engine.statistics import statistics
+from hororing._engine.timeline import start_timeline, stop_timeline
 from hororing._requests.arguments import Adasum, Average, Max, Min, Product, Sum
-from hororing._requests.process_sets import *
+from hororing._requests.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    ids_and_ranks,
+    remove_process_set,
+)
 from hororing.errors import (
     DuplicateNameError,
     HororingInternalError,
@@ -68,3 +94,17 @@ __all__ = [
     "statistics",
     "stop_timeline",
 ]
+
+# About the process and its engine.
+_BASICS = (
+    *(ccl_built, cuda_built, ddl_built, gloo_built, gloo_enabled, mpi_built, mpi_threads_supported),
+    *(nccl_built, rocm_built, statistics, cross_rank, cross_size, init, is_homogeneous),
+    *(is_initialized, local_rank, local_size, mpi_enabled, rank, shutdown, size),
+    *(start_timeline, stop_timeline),
+)
+
+
+def basics() -> SimpleNamespace:
+    """Return Horovod's `_basics`, an object that scripts and tests use."""
+    functions = {each.__name__: each for each in _BASICS}
+    return SimpleNamespace(**functions, _get_process_set_ids_and_ranks=ids_and_ranks)

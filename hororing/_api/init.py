@@ -1,7 +1,7 @@
-"""The life of the engine in this process: `init`, `shutdown` and its timeline.
+"""`init`: find the job, start the engine of this process, register its process sets.
 
-Each process has one engine; a forked child has none. `_engine.state` holds the state. For the end of
-the engine with its process see hororing/_engine/shutdown.py.
+Each process has one engine; a forked child has none. `_engine.state` holds its state;
+`_engine.shutdown` ends it.
 """
 
 from __future__ import annotations
@@ -14,25 +14,13 @@ from typing import Any
 
 from hororing import config as configuration
 from hororing import errors
-from hororing._core import ffi, lib
 from hororing._engine import membership, mpi, recorder, state
-from hororing._engine.core import check, fail
+from hororing._engine.core import fail, ffi, lib
 from hororing._engine.logs import Forwarder, logger
-from hororing._engine.shutdown import install_hooks, reason_of, shutdown
+from hororing._engine.shutdown import install_hooks, reason_of
 from hororing._engine.start_config import check_cores, engine_config, fingerprint
-from hororing._engine.state import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_enabled,
-    rank,
-    size,
-    topology,
-)
 from hororing._engine.state import process as _process
+from hororing._engine.timeline import absolute
 from hororing._job import bootstrap, launchers
 from hororing._job.launchers import Launch
 from hororing._job.local_ranks import Neighbours, job_of
@@ -244,7 +232,7 @@ def _run(
         _process.broken = False
         _process.topology = state.read_topology()
         # Not without one: the working directory may have been deleted.
-        _process.timeline = _absolute(settings["TIMELINE"]) if settings["TIMELINE"] else ""
+        _process.timeline = absolute(settings["TIMELINE"]) if settings["TIMELINE"] else ""
         _log.set_rank(_process.topology.rank)
         recorder.note(rank=_process.topology.rank, size=_process.topology.size)
         if _process.topology.rank == 0:
@@ -313,68 +301,3 @@ def _parse_comm(comm: Any, started_by: Launch) -> tuple[int, list[int] | None, b
     raise ValueError(
         f"init: comm={comm!r} is neither None, nor a list of ranks, nor an mpi4py communicator"
     )
-
-
-# ---------------------------------------------------------------------------------------------
-# Timeline
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    return os.path.abspath(os.fsdecode(path))
-
-
-def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Record the events of all ranks in `file_path` from now on.
-
-    Only rank 0's call has an effect. A timeline in progress is finished first; with the same file
-    it continues. `mark_cycles` adds CYCLE_START events. The file holds the last
-    HORORING_TIMELINE_BYTES. ValueError if it cannot be written, or HORORING_TIMELINE_STEPS chooses
-    the steps already.
-
-    >>> hvd.start_timeline("timeline.json")
-    >>> mean = hvd.allreduce(loss, name="loss")
-    >>> hvd.stop_timeline()
-    """
-    topology()
-    path = _absolute(file_path)
-    if "\0" in path:
-        raise ValueError(f"start_timeline: the path {path!r} holds a zero character")
-    if configuration.load()["TIMELINE_STEPS"]:
-        raise ValueError(
-            "start_timeline: HORORING_TIMELINE_STEPS chooses the steps that are recorded; unset it"
-        )
-    same = path == _process.timeline and lib.hr_timeline_enabled()
-    if same and not mark_cycles:
-        return
-    check(lib.hr_timeline_start(b"" if same else os.fsencode(path), mark_cycles))
-    _process.timeline = path
-
-
-def stop_timeline() -> None:
-    """Finish the timeline; returns when the file is complete. Does nothing if there is none.
-
-    Only rank 0's call has an effect. Until then, the timeline also shows what other ranks do next.
-    """
-    topology()
-    code = int(lib.hr_timeline_stop())
-    # Another rank, which waits for no file, may have ended its script. Then the file is complete.
-    if code not in (lib.HR_OK, lib.HR_SHUT_DOWN):
-        fail(code)
-
-
-# For scripts; the rest is for the library.
-__all__ = [
-    "cross_rank",
-    "cross_size",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_enabled",
-    "rank",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-]

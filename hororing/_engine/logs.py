@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import Any
 
-from hororing._core import ffi, lib
+from hororing._engine.core import ffi, lib
 from hororing._job import threads
 
 logger = logging.getLogger("hororing")

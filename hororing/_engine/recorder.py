@@ -33,8 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hororing._core import lib
-from hororing._engine.core import check
+from hororing._engine.core import check, lib
 from hororing._job.launchers import Launch
 from hororing._job.rendezvous.protocol import printable
 

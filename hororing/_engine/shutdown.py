@@ -30,9 +30,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hororing._core import lib
 from hororing._engine import state
-from hororing._engine.core import last_error
+from hororing._engine.core import last_error, lib
 from hororing._engine.logs import logger
 from hororing._engine.state import process as _process
 from hororing._job import threads

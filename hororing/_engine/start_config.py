@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from hororing import config
-from hororing._core import ffi, lib
 from hororing._engine import mpi, nccl
+from hororing._engine.core import ffi, lib
 from hororing._job import launchers, networks
 from hororing._job.launchers import Launch
 from hororing._job.rendezvous import interfaces

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hororing import errors
-from hororing._core import ffi, lib
-from hororing._engine.core import check
+from hororing._engine.core import check, ffi, lib
 from hororing._job.rendezvous.client import Member
 
 _FORKED = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from hororing._core import ffi, lib
 from hororing._engine import state
+from hororing._engine.core import ffi, lib
 
 
 def statistics() -> dict[str, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from hororing._core import lib
+from hororing._engine.core import lib
 from hororing._engine.state import begin_era
 from hororing._requests.handles import submit, take_numbers, wait, wait_and_go_on
 from hororing._requests.names import OPTIMIZER, WORLD_SET, forget_counts

@@ -19,8 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
-from hororing._core import ffi, lib
-from hororing._engine.core import check, fail
+from hororing._engine.core import check, fail, ffi, lib
 from hororing._job import threads
 from hororing._requests.arguments import Sum
 from hororing._requests.names import WORLD_SET, DefaultName, encode_name, uncount

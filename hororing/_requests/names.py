@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from hororing._core import lib
 from hororing._engine import state
+from hororing._engine.core import lib
 
 # The process set of all ranks. Here sets are numbers; _requests.process_sets explains them.
 WORLD_SET: Final = int(lib.HR_WORLD_SET)

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import cloudpickle
 
-from hororing._api import init
 from hororing._engine import state
 from hororing._requests import arguments, handles, plain
 from hororing._requests.handles import DTYPES, View
@@ -57,7 +56,7 @@ def broadcast_object(
     members = check_member(process_set, "broadcast_object")
     root_rank = arguments.check_root(root_rank, "broadcast_object")
     name = default_name("broadcast_object", members) if name is None else name
-    is_root = init.rank() == root_rank
+    is_root = state.rank() == root_rank
     payload, failure = _dump(obj) if is_root else (bytearray(), None)
     size = array.array("q", [_CANNOT_PICKLE if failure else len(payload)])
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from hororing._core import ffi, lib
-from hororing._engine.core import fail
+from hororing._engine.core import fail, ffi, lib
 from hororing._requests.handles import (
     ALLREDUCE,
     HOST,

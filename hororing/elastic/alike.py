@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import hororing.numpy as hvd
-from hororing._api import init
 from hororing._engine import membership, state
+from hororing._engine.shutdown import shutdown
 from hororing.errors import MismatchError
 
 _NAMED: Final = 3  # differences in an error text
@@ -67,7 +67,7 @@ def check(parts: Mapping[str, str], digests: Sequence[int], settled: Sequence[bo
     }
     mine = misfits.get(state.rank())
     if mine is not None:
-        init.shutdown()  # as the others do: a generation that ends, not one that fails
+        shutdown()  # as the others do: a generation that ends, not one that fails
         raise MismatchError(f"elastic: {mine}")
     raise MisfitsFound(misfits)
 

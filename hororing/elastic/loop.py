@@ -9,6 +9,7 @@ from typing import Any, Final
 from hororing._api import init
 from hororing._engine import membership
 from hororing._engine import state as engine_state
+from hororing._engine.shutdown import shutdown
 from hororing._requests import names
 from hororing.elastic.alike import MisfitsFound, misfits_of
 from hororing.elastic.state import RedistributeSamples
@@ -115,7 +116,7 @@ def reset() -> None:
     """Form the job again. Blocks until the remaining and the new ranks have called it."""
     static, formed = engine_state.process.process_sets, False
     while not formed:
-        init.shutdown()
+        shutdown()
         try:
             init.init(process_sets=static)
             formed = True

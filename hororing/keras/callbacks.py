@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from hororing._adapters import fit_callbacks
-from hororing._api.init import size
+from hororing._engine.state import size
 from hororing.keras.backends import backend
 from hororing.keras.distributed import WRONG_ORDER, Distributed
 from hororing.keras.values import broadcast_variables

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import get_current_placement_group, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hororing._api import init
+from hororing._engine.shutdown import shutdown
 from hororing._job.rendezvous.store import Store
 from hororing.errors import PeerLostError, RunError, ShutDownError
 from hororing.hororun.flags.elastic import Elastic
@@ -426,7 +426,7 @@ class _Worker:
         return fn(self._executable)
 
     def leave(self) -> None:
-        init.shutdown()
+        shutdown()
 
 
 def _call_of(

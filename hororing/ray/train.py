@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import ray
 from ray.train.backend import Backend, BackendConfig
 
-from hororing._api import init
+from hororing._engine.shutdown import shutdown
 from hororing._job.rendezvous.store import Store
 from hororing.ray import ranks
 
@@ -63,7 +63,7 @@ class _HororingBackend(Backend):  # type: ignore[misc]
         )
 
     def on_shutdown(self, worker_group: Any, backend_config: HororingConfig) -> None:
-        leaving = worker_group.execute_async(init.shutdown)
+        leaving = worker_group.execute_async(shutdown)
         ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
         self._stop()
 

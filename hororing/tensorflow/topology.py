@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from hororing._api import init
+from hororing._engine import state
 from hororing._requests.process_sets import ids_and_ranks
 
 
@@ -21,7 +21,7 @@ def at_run_time(answer: Callable[[], int], name: str | None = None) -> tf.Tensor
 
 
 def _set_of(process_set_id: int) -> list[int]:
-    init.size()  # raises before `init`
+    state.size()  # raises before `init`
     sets = ids_and_ranks()
     if process_set_id not in sets:
         raise ValueError(f"there is no process set {process_set_id}; there are {sorted(sets)}")
@@ -33,17 +33,17 @@ def rank_op(name: str | None = None) -> tf.Tensor:
 
     >>> rank = tf.function(hvd.rank_op)()
     """
-    return at_run_time(init.rank, name)
+    return at_run_time(state.rank, name)
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """`local_rank()` when the graph runs."""
-    return at_run_time(init.local_rank, name)
+    return at_run_time(state.local_rank, name)
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """`local_size()` when the graph runs."""
-    return at_run_time(init.local_size, name)
+    return at_run_time(state.local_size, name)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
@@ -56,7 +56,7 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """Whether this rank is in a process set when the graph runs: 1 or 0."""
-    return at_run_time(lambda: int(init.rank() in _set_of(process_set_id)), name)
+    return at_run_time(lambda: int(state.rank() in _set_of(process_set_id)), name)
 
 
 __all__ = [

@@ -23,7 +23,7 @@ from hororing._api import exports
 from hororing._api.exports import *  # noqa: F403
 from hororing.torch import elastic, ops, state
 from hororing.torch import mpi_ops as mpi_ops
-from hororing.torch._optimizer import trained_alone
+from hororing.torch._optimizer import trained_alone as trained_alone
 from hororing.torch.compression import Compression
 from hororing.torch.ops import *  # noqa: F403
 from hororing.torch.optimizer import DistributedOptimizer

@@ -1,6 +1,6 @@
 """The verbs on torch tensors. See `hororing._requests.verbs.Verbs` for what each does.
 
-The blocking verbs that return new tensors are differentiable: `hororing.torch._tensor.autograd` says how.
+The blocking verbs that return new tensors are differentiable: torch/_tensor/autograd.py says how.
 Verbs that write in place and asynchronous ones are not recorded.
 """
 

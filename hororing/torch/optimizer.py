@@ -26,8 +26,8 @@ from hororing._adapters.optimizer_options import (
     checked_passes,
     choose_groups,
 )
-from hororing._api.init import size
 from hororing._engine import membership
+from hororing._engine.state import size
 from hororing._requests import arguments
 from hororing._requests.arguments import Adasum, Average
 from hororing._requests.compression import Compressor, NoneCompressor, StatefulCompression

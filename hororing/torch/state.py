@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hororing._api.init import rank
+from hororing._engine.state import rank
 from hororing._requests import arguments, handles, plain
 from hororing._requests.objects import allgather_object, broadcast_object
 from hororing.torch._optimizer.distributed import Distributed

@@ -1,7 +1,7 @@
 """SyncBatchNorm: batch normalisation over the batches of several ranks.
 
 Every rank reduces its batch to count, mean and sum of squared deviations (M2) per channel; one
-allgather and Chan's formula (hororing/torch/_tensor/batch_statistics.py) make them those of the whole
+allgather and Chan's formula (torch/_tensor/batch_statistics.py) make them those of the whole
 batch. The message is float64, so that counts are exact, and has 8 (2 C + 1) bytes per rank. The
 backward pass adds up two sums per channel in one allreduce.
 

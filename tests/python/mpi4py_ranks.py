@@ -10,7 +10,7 @@ import pytest
 
 import hororing.numpy as hvd
 from hororing import errors
-from hororing._api import built, init
+from hororing._api import built
 from hororing._engine import mpi
 
 
@@ -88,7 +88,7 @@ def tell_threads() -> None:
     assert version
     assert "libmpi" in path
     assert level == "multiple", level
-    assert init.mpi_enabled()
+    assert hvd.mpi_enabled()
     assert built.mpi_threads_supported()
 
 

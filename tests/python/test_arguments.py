@@ -22,7 +22,7 @@ from hororing._job.launchers import Launch
 def engine() -> Iterator[None]:
     init.start(Launch())
     yield
-    init.shutdown()
+    hvd.shutdown()
 
 
 @pytest.mark.parametrize("root", [0.0, "0", None])

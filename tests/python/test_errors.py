@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from hororing import errors
-from hororing._core import lib
+from hororing._engine.core import error_for, lib
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from hororing._core import lib
 )
 def test_every_code_of_the_core_has_its_exceptions(code: int, kinds: tuple[type, ...]):
     with pytest.raises(kinds[0], match="what happened") as caught:
-        raise errors.error_for(code, "what happened")
+        raise error_for(code, "what happened")
     assert all(isinstance(caught.value, kind) for kind in kinds)
 
 
@@ -32,16 +32,16 @@ def test_no_code_of_the_core_is_forgotten():
     codes = {getattr(lib, name) for name in dir(lib) if name.startswith("HR_")}
     for code in range(1, lib.HR_INTERNAL + 1):
         assert code in codes
-        assert "unknown code" not in str(errors.error_for(code, "text"))
+        assert "unknown code" not in str(error_for(code, "text"))
 
 
 def test_an_unknown_code_still_becomes_an_error():
     with pytest.raises(errors.HororingInternalError, match="unknown code 77"):
-        raise errors.error_for(77, "text")
+        raise error_for(77, "text")
 
 
 def test_a_lost_peer_is_named():
-    error = errors.error_for(lib.HR_PEER_LOST, "rank 3 is gone", 3)
+    error = error_for(lib.HR_PEER_LOST, "rank 3 is gone", 3)
     assert isinstance(error, errors.PeerLostError)
     assert (error.rank, str(error)) == (3, "rank 3 is gone")
 

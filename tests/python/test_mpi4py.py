@@ -12,7 +12,6 @@ import pytest
 import tiers
 
 import hororing.numpy as hvd
-from hororing._api import init
 
 pytest.importorskip("mpi4py")
 
@@ -89,7 +88,7 @@ def case_the_world_of_mpi4py_is_that_of_mpirun() -> None:
     hvd.shutdown()
     hvd.init(comm=everybody)
     check_job(everybody.rank, everybody.size)
-    assert init.mpi_enabled()
+    assert hvd.mpi_enabled()
     hvd.shutdown()
 
 

@@ -14,7 +14,7 @@ import torch
 from test_objects_and_state import same
 
 import hororing.torch as hvd
-from hororing._api.init import rank, size
+from hororing._engine.state import rank, size
 
 # Two equal shapes, because torch handles groups of one tensor differently in places.
 SHAPES = ((5, 3), (5, 3), (2, 4))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hororing._api import init
+import hororing.numpy as hvd
 from hororing._core import lib
 from hororing._requests import handles
 from hororing._requests.names import default_name
@@ -74,7 +74,7 @@ REFUSED = -lib.HR_NOT_INITIALIZED
 @pytest.fixture(autouse=True, scope="module")
 def no_engine() -> None:
     """End the engine that a test of another file may have left in this process."""
-    init.shutdown()
+    hvd.shutdown()
 
 
 @pytest.mark.parametrize("way", ways(), ids=["exchange", "asked"])

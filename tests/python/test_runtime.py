@@ -12,6 +12,7 @@ import threading
 import pytest
 from live_job import poll
 
+import hororing.numpy as hvd
 from hororing import errors
 from hororing._api import built, init
 from hororing._engine import mpi, shutdown, state
@@ -19,13 +20,13 @@ from hororing._job import launchers, local_ranks
 from hororing._job.launchers import KUBERNETES, Launch, detect, prepare_mpi
 
 QUERIES = [
-    init.rank,
-    init.size,
-    init.local_rank,
-    init.local_size,
-    init.cross_rank,
-    init.cross_size,
-    init.is_homogeneous,
+    hvd.rank,
+    hvd.size,
+    hvd.local_rank,
+    hvd.local_size,
+    hvd.cross_rank,
+    hvd.cross_size,
+    hvd.is_homogeneous,
 ]
 
 
@@ -33,7 +34,7 @@ QUERIES = [
 def engine():
     init.start(Launch())
     yield
-    init.shutdown()
+    hvd.shutdown()
 
 
 def run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -48,7 +49,7 @@ def run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_a_query_before_init_raises_both_kinds(query):
-    assert not init.is_initialized()
+    assert not hvd.is_initialized()
     with pytest.raises(ValueError, match=r"has not been initialized; use hvd\.init\(\)\."):
         query()
     with pytest.raises(errors.HororingInternalError):
@@ -57,24 +58,24 @@ def test_a_query_before_init_raises_both_kinds(query):
 
 @pytest.mark.usefixtures("engine")
 def test_one_process_is_rank_0_of_1():
-    assert init.is_initialized()
+    assert hvd.is_initialized()
     assert state.topology() == state.Topology(0, 1, 0, 1, 0, 1, True)
     assert [query() for query in QUERIES] == [0, 1, 0, 1, 0, 1, True]
 
 
 @pytest.mark.usefixtures("engine")
 def test_a_second_init_does_nothing():
-    init.init()
-    assert init.size() == 1
+    hvd.init()
+    assert hvd.size() == 1
 
 
 def test_init_works_again_after_shutdown():
     for _ in range(3):
-        init.init()
-        assert init.size() == 1
-        init.shutdown()
-        assert not init.is_initialized()
-    init.shutdown()  # has no effect, and raises no error
+        hvd.init()
+        assert hvd.size() == 1
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+    hvd.shutdown()  # has no effect, and raises no error
 
 
 def test_callbacks_run_at_every_init(monkeypatch: pytest.MonkeyPatch):
@@ -82,8 +83,8 @@ def test_callbacks_run_at_every_init(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(state.process, "at_init", [])
     state.at_init(lambda: calls.append(1))
     for _ in range(2):
-        init.init()
-        init.shutdown()
+        hvd.init()
+        hvd.shutdown()
     assert calls == [1, 1]
 
 
@@ -102,21 +103,21 @@ def test_callbacks_run_at_every_init(monkeypatch: pytest.MonkeyPatch):
 )
 def test_a_bad_comm_is_a_value_error(comm: object, text: str):
     with pytest.raises(ValueError, match=text):
-        init.init(comm=comm)
-    assert not init.is_initialized()
+        hvd.init(comm=comm)
+    assert not hvd.is_initialized()
 
 
 def test_the_list_of_the_only_rank_is_the_world():
-    init.init(comm=[0])
-    assert init.size() == 1
-    init.shutdown()
+    hvd.init(comm=[0])
+    assert hvd.size() == 1
+    hvd.shutdown()
 
 
 def test_a_bad_variable_fails_init_and_leaves_no_engine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HORORING_FUSION_BYTES", "lots")
     with pytest.raises(ValueError, match="HORORING_FUSION_BYTES='lots'"):
-        init.init()
-    assert not init.is_initialized()
+        hvd.init()
+    assert not hvd.is_initialized()
 
 
 def test_what_is_built():
@@ -132,7 +133,7 @@ def test_what_is_built():
 
 @pytest.mark.usefixtures("engine")
 def test_mpi_threads_are_no_matter_in_a_job_of_one_rank(monkeypatch: pytest.MonkeyPatch):
-    init.init()
+    hvd.init()
     assert built.mpi_threads_supported()
     monkeypatch.setattr(mpi, "is_built", lambda: False)
     with pytest.raises(ValueError, match="MPI is not enabled"):
@@ -150,10 +151,10 @@ def test_a_forked_child_knows_its_place_has_no_engine_and_ends():
     child = os.fork()
     if child == 0:
         try:
-            assert init.is_initialized()
-            init.shutdown()  # does nothing
+            assert hvd.is_initialized()
+            hvd.shutdown()  # does nothing
             assert [query() for query in QUERIES] == [0, 1, 0, 1, 0, 1, True]
-            init.init()
+            hvd.init()
         except errors.NotInitializedError as error:
             os.write(writer, str(error).encode())
         finally:
@@ -163,7 +164,7 @@ def test_a_forked_child_knows_its_place_has_no_engine_and_ends():
     with os.fdopen(reader) as pipe:
         assert "forked" in pipe.read()
     assert os.waitpid(child, 0)[1] == 0
-    assert init.size() == 1
+    assert hvd.size() == 1
 
 
 def test_a_forked_child_that_ends_by_sys_exit_ends():
@@ -171,7 +172,7 @@ def test_a_forked_child_that_ends_by_sys_exit_ends():
 import os, sys
 import numpy as np
 import hororing.numpy as hvd
-import hororing._api.init as r
+import hororing.numpy as r
 r.init()
 handle = hvd.allreduce_async(np.ones(1))
 child = os.fork()
@@ -190,7 +191,7 @@ print("fine")
 
 
 def test_a_script_that_does_not_shut_down_ends():
-    done = run("import hororing._api.init as r; r.init(); print(r.rank())")
+    done = run("import hororing.numpy as r; r.init(); print(r.rank())")
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
@@ -210,24 +211,24 @@ def test_a_signal_handler_may_call_shutdown_while_the_script_does(monkeypatch: p
 
         def hr_shutdown(self, *args: object) -> int:
             code = real.hr_shutdown(*args)
-            init.shutdown()
+            hvd.shutdown()
             return code
 
     real = shutdown.lib
     init.start(Launch())
     monkeypatch.setattr(shutdown, "lib", Interrupted())
     # In a thread: it would wait for its own lock.
-    thread = threading.Thread(target=init.shutdown, daemon=True)
+    thread = threading.Thread(target=hvd.shutdown, daemon=True)
     thread.start()
     thread.join(20)
     assert not thread.is_alive()
-    assert not init.is_initialized()
+    assert not hvd.is_initialized()
 
 
 def test_sigwait_gets_signals_though_the_engine_has_threads():
     done = run("""
 import os, signal
-import hororing._api.init as r
+import hororing.numpy as r
 r.init()
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
 for sent in (signal.SIGUSR1, signal.SIGTERM):
@@ -242,7 +243,7 @@ print("fine")""")
 def test_threads_that_cannot_be_created_are_an_exception(allowed: int):
     done = run(f"""
 import os, resource
-import hororing._api.init as r
+import hororing.numpy as r
 if os.geteuid() == 0:  # no limit for it
     os.setgid(65534), os.setuid(65534)
 limit = len(os.listdir("/proc/self/task")) + {allowed}
@@ -257,7 +258,7 @@ assert not r.is_initialized()""")
 
 
 def test_an_exception_is_shown_and_ends_the_script():
-    done = run("import hororing._api.init as r; r.init(); raise KeyError('lost')")
+    done = run("import hororing.numpy as r; r.init(); raise KeyError('lost')")
     assert done.returncode == 1
     assert "KeyError: 'lost'" in done.stderr
 
@@ -265,7 +266,7 @@ def test_an_exception_is_shown_and_ends_the_script():
 @pytest.mark.parametrize(("code", "own"), [(3, 3), (256, 1), (1024, 1)])
 def test_who_ends_because_of_an_exit_of_a_peer_has_its_code_but_never_0(code: int, own: int):
     ended = f"raise ShutDownError('rank 1 has ended by sys.exit({code})')"
-    done = run(f"import hororing._api.init as r; from hororing.errors import *; r.init(); {ended}")
+    done = run(f"import hororing.numpy as r; from hororing.errors import *; r.init(); {ended}")
     assert done.returncode == own, done.stderr
 
 
@@ -273,7 +274,7 @@ def test_hooks_of_the_script_are_kept():
     script = """
 import sys
 sys.excepthook = lambda *a: print("mine", a[0].__name__)
-import hororing._api.init as r
+import hororing.numpy as r
 r.init()
 raise KeyError
 """
@@ -282,7 +283,7 @@ raise KeyError
 
 INTERRUPTED = """
 import sys, threading
-import hororing._api.init as r
+import hororing.numpy as r
 r.init()
 def report():
     try:
@@ -314,7 +315,7 @@ def test_the_engine_runs_on_where_the_interpreter_does():
 def test_after_its_end_a_query_says_what_has_ended_it(wrapped: bool):
     script = """
 import atexit, sys
-import hororing._api.init as r
+import hororing.numpy as r
 def ask():
     try:
         r.rank()
@@ -357,8 +358,8 @@ def test_init_from_several_threads_makes_one_engine():
 
     def play() -> None:
         try:
-            init.init()
-            assert init.size() == 1
+            hvd.init()
+            assert hvd.size() == 1
         except BaseException as error:
             failures.append(error)
 
@@ -367,7 +368,7 @@ def test_init_from_several_threads_makes_one_engine():
         thread.start()
     for thread in threads:
         thread.join(30)
-    init.shutdown()
+    hvd.shutdown()
     assert failures == []
 
 
@@ -379,7 +380,7 @@ def test_every_log_line_names_its_rank(caplog: pytest.LogCaptureFixture):
 
 
 def test_log_lines_of_the_core_reach_stderr_before_the_end():
-    done = run("import _api.init as r; r.init()", HORORING_TIMELINE="/no/such/folder/t.json")
+    done = run("import hororing.numpy as r; r.init()", HORORING_TIMELINE="/no/such/folder/t.json")
     assert done.returncode == 0
     (line,) = done.stderr.splitlines()
     assert re.match(r"\d{4}-.* ERROR hororing: \[rank 0\] no timeline: .*/no/such/folder", line)
@@ -387,7 +388,7 @@ def test_log_lines_of_the_core_reach_stderr_before_the_end():
 
 def test_the_time_can_be_left_out():
     environ = {"HORORING_TIMELINE": "/no/such/folder/t.json", "HORORING_LOG_HIDE_TIME": "1"}
-    done = run("import hororing._api.init as r; r.init()", **environ)
+    done = run("import hororing.numpy as r; r.init()", **environ)
     assert done.stderr.startswith("ERROR hororing: [rank 0] ")
 
 
@@ -395,7 +396,7 @@ def test_the_scripts_own_logging_gets_the_lines_alone():
     script = """
 import logging
 logging.basicConfig(format="MINE %(message)s")
-import hororing._api.init as r
+import hororing.numpy as r
 r.init()
 """
     (line,) = run(script, HORORING_TIMELINE="/no/such/folder/t.json").stderr.splitlines()
@@ -403,7 +404,7 @@ r.init()
 
 
 def test_the_level_is_that_of_the_variable():
-    script = "import hororing._api.init as r; r.init()"
+    script = "import hororing.numpy as r; r.init()"
     quiet = run(script, HORORING_TIMELINE="/no/such/folder/t.json", HORORING_LOG_LEVEL="fatal")
     assert quiet.stderr == ""
     loud = run(script, HORORING_LOG_LEVEL="debug")
@@ -413,7 +414,7 @@ def test_the_level_is_that_of_the_variable():
 def test_the_level_counts_before_ranks_have_met():
     place = {"HORORING_RANK": "0", "HORORING_SIZE": "2", "HORORING_RENDEZVOUS": "192.0.2.1:9"}
     more = {"HORORING_SECRET_KEY": f"{7**30:x}", "HORORING_TIMEOUT_S": "1"}
-    script = "import hororing._api.init as r; r.init()"
+    script = "import hororing.numpy as r; r.init()"
     for level, lines in (("error", []), ("warning", ["WARNING hororing: [rank 0] rank 0 did not"])):
         done = run(script, **place, **more, HORORING_LOG_LEVEL=level, HORORING_LOG_HIDE_TIME="1")
         logged = [line for line in done.stderr.splitlines() if "did not start a store" in line]
@@ -507,7 +508,7 @@ def test_launchers_are_recognised(environ: dict[str, str], expected: Launch, lau
     assert detect(environ).launched is launched
 
 
-INIT = "import hororing._api.init as r; r.init(**{}); print(r.size(), r.mpi_enabled())"
+INIT = "import hororing.numpy as r; r.init(**{}); print(r.size(), r.mpi_enabled())"
 
 
 @pytest.mark.parametrize(
@@ -526,12 +527,12 @@ def test_processes_that_nothing_connects_are_an_error_and_no_jobs_of_one_rank(
         monkeypatch.setenv(name, text)
     for comm in (None, [0]):
         with pytest.raises(ValueError, match=f"{told} .*HORORING_ALONE=1"):
-            init.init(comm=comm)
-        assert not init.is_initialized()
+            hvd.init(comm=comm)
+        assert not hvd.is_initialized()
     monkeypatch.setenv("HORORING_ALONE", "1")
-    init.init()
-    assert init.size() == 1
-    init.shutdown()
+    hvd.init()
+    assert hvd.size() == 1
+    hvd.shutdown()
 
 
 @pytest.mark.skipif(not mpi.is_built(), reason="hororing was built without MPI")

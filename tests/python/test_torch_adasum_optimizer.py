@@ -35,7 +35,7 @@ from torch_training import (
 )
 
 import hororing.torch as hvd
-from hororing._api.init import size
+from hororing._engine.state import size
 from hororing._requests.arguments import Adasum
 from hororing.errors import MismatchError
 

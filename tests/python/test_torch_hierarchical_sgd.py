@@ -24,7 +24,7 @@ from hierarchical_oracle import (
 from torch import nn
 
 import hororing.torch as hvd
-from hororing._api.init import rank, size
+from hororing._engine.state import rank, size
 from hororing._requests import handles
 from hororing.toolkit.large_batch.outer import OuterSGD, SlowMo
 from hororing.toolkit.torch.optim import (

@@ -28,7 +28,7 @@ from torch_training import (
 )
 
 import hororing.torch as hvd
-from hororing._api.init import rank, size
+from hororing._engine.state import rank, size
 from hororing._requests.process_sets import ProcessSet, global_process_set, register, unregister
 from hororing.errors import MismatchError
 

@@ -1,4 +1,4 @@
-"""``python -m hororing.hororun.host.bind --numa-aware -- COMMAND``: binds COMMAND to cores and memory.
+"""``python -m hororing.hororun.host.bind --numa-aware -- COMMAND``: binds to cores and memory.
 
 hororun puts it in front of a program, also with --mpi. The program replaces this process, and keeps
 its cores, memory policy and outputs.

@@ -32,7 +32,7 @@ LOST = 255  # exit code of ranks whose host does not answer, like that of ssh
 _MAX_GREETING_BYTES = 2**16
 # The folder of this package, which must not appear in the ranks' PYTHONPATH.
 _AGENT = (
-    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r}); "
     "from hororing.hororun.host.agent import main; main()"
 )
 

@@ -1,6 +1,7 @@
 """Adds up gradients in Keras variables: for frameworks in which a train step may assign some.
 
-With weights, the sums are weighted means of the passes so far, as in hororing/torch/_optimizer/weights.py.
+With weights, the sums are weighted means of the passes so far, as in
+hororing/torch/_optimizer/weights.py.
 """
 
 from __future__ import annotations

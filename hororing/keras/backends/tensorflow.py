@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import ops
 
 from hororing._adapters.optimizer_settings import Settings
-from hororing._api.init import rank
+from hororing._engine.state import rank
 from hororing.keras.backends.accumulator import VariableAccumulator
 from hororing.tensorflow._tensor import requests
 from hororing.tensorflow.gradients import reduce_gradients

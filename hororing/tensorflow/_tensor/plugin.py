@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-LIBRARY: Final = Path(__file__).parents[1] / "lib" / "libhororing_tensorflow.so"
+LIBRARY: Final = Path(__file__).parents[2] / "lib" / "libhororing_tensorflow.so"
 
 
 def load(library: Path) -> Any:

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from hororing import errors
 from hororing._engine import membership, state
+from hororing._engine.core import error_for
 from hororing._requests import arguments
 from hororing._requests import handles as request_handles
 from hororing._requests.arguments import Average, Sum
@@ -252,7 +253,7 @@ def convert_error(error: Exception) -> Exception | None:
     if failure is None:
         return None
     text, code, rank = failure.groups()
-    return errors.error_for(int(code), text, int(rank))
+    return error_for(int(code), text, int(rank))
 
 
 def _convert_error(call: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hororing._api.init import rank
+from hororing._engine.state import rank
 from hororing._requests import arguments, handles
 from hororing._requests.arguments import Average
 from hororing._requests.process_sets import ProcessSet, rank_and_size

@@ -15,9 +15,9 @@
    earlier windows, if the script reports it. Compression may end for a part, or for all.
 
 All ranks make the same decisions, from the same maxima and sums over ranks. In the first
-measurement ranks vote after each step whether to end it, as in hororing/torch/_optimizer/auto_groups.py, since
-ranks that have joined count fewer steps. All this is one generator, `_program`, which yields None
-to wait for the end of the next step, and the handle of each collective.
+measurement ranks vote after each step whether to end it, as in torch/_optimizer/auto_groups.py,
+since ranks that have joined count fewer steps. All this is one generator, `_program`, which yields
+None to wait for the end of the next step, and the handle of each collective.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import torch.distributed as torch_distributed
 
 from hororing._api import init
 from hororing._engine import mpi, state
+from hororing._engine.shutdown import shutdown
 from hororing._job import bootstrap, launchers
 from hororing._job.launchers import Launch
 from hororing._job.rendezvous import interfaces, torch_store
@@ -99,7 +100,7 @@ def _leave() -> None:
             handles.wait(handle)
         else:
             handles.abandon(handle, None)
-    init.shutdown()
+    shutdown()
 
 
 def _nothing() -> None:
