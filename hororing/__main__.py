@@ -17,9 +17,9 @@ from hororing import config
 from hororing._api import init
 from hororing._engine import mpi, nccl
 from hororing._engine.core import ffi, lib
-from hororing._job import launchers, networks
+from hororing._job import networks
 from hororing._job.launchers import Launch
-from hororing.config import documentation
+from hororing.config import documentation, environment
 
 _FRAMEWORKS = ("torch", "tensorflow", "keras")
 
@@ -97,8 +97,8 @@ def _try_allreduce() -> tuple[bool, str]:
 
         import hororing.numpy as hvd
 
-        launchers.run_alone()
-        launchers.write_no_files()
+        environment.run_alone()
+        environment.write_no_files()
         init.start(Launch())
         total = hvd.allreduce(np.arange(5, dtype=np.float32), op=hvd.Sum, name="info")
         hvd.shutdown()
@@ -154,7 +154,7 @@ def _between_hosts() -> str:
     chosen = config.load()["TRANSPORT"]
     if chosen != "auto":
         return f"HORORING_TRANSPORT={chosen}"
-    network = networks.fast(launchers.environment())
+    network = networks.fast(environment.variables())
     if not network:
         return "TCP, since no network here is faster with MPI"
     return f"MPI under mpirun, if all hosts have a network such as {network}; else TCP"

@@ -50,11 +50,11 @@ def _meet(url: str, **options: Any) -> Iterator[Any]:
 def _with_mpi(by_variables: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     def meet(url: str, **options: Any) -> Iterator[Any]:
         try:
-            launch = importlib.import_module("hororing._job.launchers")
+            launchers = importlib.import_module("hororing._job.launchers")
         except ImportError:
             return by_variables(url, **options)
-        told = launch.detect()
-        variables = launch.environment()
+        told = launchers.detect()
+        variables = importlib.import_module("hororing.config.environment").variables()
         # Some launchers (accelerate) give an address to mpirun, which then gives no rank.
         complete = variables.get("MASTER_ADDR") and ("RANK" in variables or "rank=" in url)
         if told.launched and told.mpi and not complete:

@@ -12,6 +12,7 @@ from hororing._job import launchers, networks
 from hororing._job.launchers import Launch
 from hororing._job.rendezvous import interfaces
 from hororing._job.rendezvous.client import Member
+from hororing.config import environment
 
 
 def check_cores(settings: config.Config, started_by: Launch) -> None:
@@ -69,8 +70,8 @@ def engine_config(
     elif member is not None:
         c_config.address = text(member.local_address)
     elif launched:
-        c_config.address = text(networks.tcp_address(launchers.environment()))
-    c_config.fabric = text(networks.fast(launchers.environment()))
+        c_config.address = text(networks.tcp_address(environment.variables()))
+    c_config.fabric = text(networks.fast(environment.variables()))
     c_config.fusion_bytes = settings["FUSION_BYTES"]
     cycle_time_ms = settings["CYCLE_TIME_MS"]
     c_config.cycle_time_ms = -1 if cycle_time_ms is None else cycle_time_ms

@@ -40,6 +40,7 @@ from hororing._job.rendezvous.client import Member, RendezvousError
 from hororing._job.rendezvous.elastic_member import ElasticMember
 from hororing._job.rendezvous.patience import Patience
 from hororing._job.rendezvous.store import Store
+from hororing.config import environment
 from hororing.config.forms import BOOL, BadText
 
 _PREFIX = "HORORING_"
@@ -98,7 +99,7 @@ def find(
 
 def is_elastic() -> bool:
     """Whether the environment describes an elastic job."""
-    return _switch(_variables(job_launchers.environment()), "ELASTIC")
+    return _switch(_variables(environment.variables()), "ELASTIC")
 
 
 def join(settings: Mapping[str, Any]) -> ElasticMember:
@@ -106,7 +107,7 @@ def join(settings: Mapping[str, Any]) -> ElasticMember:
 
     Blocks until the store exists, for at most TIMEOUT_S. ValueError, RendezvousError: as `find`.
     """
-    env = _variables(job_launchers.environment())
+    env = _variables(environment.variables())
     rendezvous = env.get("RENDEZVOUS", "")
     for name in _RANKS:
         if name in env:
@@ -134,7 +135,7 @@ def of_store(host: str) -> tuple[bytes, str, bool]:
 
     ValueError names the variable that is wrong.
     """
-    env = _variables(job_launchers.environment())
+    env = _variables(environment.variables())
     job, insecure = _job(env, ""), _switch(env, "INSECURE")
     here = protocol.is_loopback(host)
     return _secret_or_own(_secret(env), job, insecure, here), job, insecure
@@ -146,7 +147,7 @@ def secret_at_torch(host: str, one_host: bool) -> bytes:
     If none is given, and they are all on this host, it is one of this user; b"" otherwise: rank 0
     makes one, which travels through that store. ValueError names the variable that is wrong.
     """
-    env = _variables(job_launchers.environment())
+    env = _variables(environment.variables())
     here = one_host or protocol.is_loopback(host)
     return _secret_or_own(_secret(env), _job(env, ""), insecure=False, here=here)
 
@@ -232,7 +233,7 @@ def name_of(member: Member) -> str:
 
 def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> JobSettings | None:
     """Read and check the variables; None: they name neither a store nor ranks."""
-    everything = job_launchers.environment() if environ is None else environ
+    everything = environment.variables() if environ is None else environ
     job_launchers.check(started_by, everything)
     env = _variables(everything)
     ranks = {name: _number(name, env[name]) for name in _RANKS if name in env}
@@ -277,7 +278,7 @@ def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> JobSet
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name.removeprefix(_PREFIX): environ[name].strip()
-        for name in job_launchers.VARIABLES
+        for name in environment.VARIABLES
         if environ.get(name, "").strip()
     }
 

@@ -4,8 +4,6 @@ Without a launcher: a job of one rank, which never touches MPI. An allocation (S
 is not enough: the launcher must have given this process a rank. If MPI does not connect the
 processes, _job/endpoints.py says where they meet. It is an error if a launcher reports several
 processes that nothing connects: each would train alone.
-
-Apart from `hororing.config`, the only place that reads or writes environment variables.
 """
 
 from __future__ import annotations
@@ -17,6 +15,8 @@ import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
+from hororing.config import environment
+
 # Open MPI: without these, MPI_Init probes fabrics for a second, and one-sided communication over
 # UCX prints an error line per rank. Correct if all ranks share a host. Not "tcp", which listens on
 # every interface.
@@ -26,13 +26,6 @@ _OPENMPI_ON_ONE_HOST = {
     "OMPI_MCA_osc": "^ucx",
 }
 
-# Set by hororun or by hand: this process's rank, and where ranks meet (hororing/_job/bootstrap.py).
-VARIABLES = (
-    "HORORING_RANK", "HORORING_SIZE", "HORORING_LOCAL_RANK", "HORORING_LOCAL_SIZE",
-    "HORORING_RENDEZVOUS", "HORORING_JOB", "HORORING_SECRET_FD", "HORORING_SECRET_FILE",
-    "HORORING_SECRET_KEY", "HORORING_INSECURE", "HORORING_NUM_REPLICAS", "HORORING_ELASTIC",
-    "HORORING_HOSTNAME", "HORORING_PROCESS",
-)  # fmt: skip
 
 # In the environment of every rank that MPI connects: its process, and the launcher's name of the
 # job. Not a HORORING_* variable, because users do not set it.
@@ -187,7 +180,7 @@ def detect(
     `mpi`: whether it can be used at all, by the launcher's name. If not, a launcher without MPI
     precedes one with it, such as srun before the PMIx that it offers.
     """
-    env = os.environ if environ is None else environ
+    env = environment.live() if environ is None else environ
     unusable = Launch()
     for row in LAUNCHERS:
         if not all(_numbered(names, env) for names in row.known_by):
@@ -224,7 +217,7 @@ def _numbered(names: str, env: Mapping[str, str]) -> str:
 
 def check(launch: Launch, environ: Mapping[str, str] | None = None) -> None:
     """ValueError if a launcher without MPI sets half of the variables, or contradicts itself."""
-    env = os.environ if environ is None else environ
+    env = environment.live() if environ is None else environ
     name = launch.launcher
     if name == "none" and env.get("RANK"):
         if env["RANK"].isdecimal() and not env.get("WORLD_SIZE"):
@@ -257,40 +250,11 @@ def _incomplete(what: str) -> ValueError:
     )
 
 
-def run_alone() -> None:
-    """Make this process a job of one rank, whatever started it."""
-    os.environ["HORORING_ALONE"] = "1"
-
-
-def write_no_files() -> None:
-    """Remove the variables that name files of the user's job, which this process would replace."""
-    for name in ("TIMELINE", "TIMELINE_STEPS", "FLIGHT_RECORDER"):
-        os.environ.pop(f"HORORING_{name}", None)
-    os.environ.pop("HOROVOD_TIMELINE", None)
-
-
-def environment() -> dict[str, str]:
-    """A copy of this process's environment, for processes that it starts."""
-    return dict(os.environ)
-
-
-def inherited() -> dict[str, str]:
-    """Return `environment()` without the place of this process: without VARIABLES."""
-    return {name: text for name, text in os.environ.items() if name not in VARIABLES}
-
-
-def become(variables: Mapping[str, str]) -> None:
-    """Make this process a rank, if another program has started it."""
-    for name in VARIABLES:
-        os.environ.pop(name, None)
-    os.environ.update(variables)
-
-
 def may_outlive_parent(launch: Launch) -> bool:
     """Whether a shell, not a launcher, started this process: it continues when the shell ends."""
     if launch.mpi or multiprocessing.parent_process() is not None:
         return False
-    return not any(name in os.environ for name in _BY_LAUNCHERS)
+    return not any(name in environment.live() for name in _BY_LAUNCHERS)
 
 
 def refuse_without_mpi(launch: Launch) -> None:
@@ -306,7 +270,7 @@ def refuse_without_mpi(launch: Launch) -> None:
 
 def refuse_children(launch: Launch, environ: Mapping[str, str] | None = None) -> None:
     """ValueError in a process that a rank started: it inherits a rank that is not its own."""
-    env = os.environ if environ is None else environ
+    env = environment.live() if environ is None else environ
     # Since Python 3.14, a fork server imports the script, too, under the name that workers use.
     again = getattr(sys.modules.get("__mp_main__"), "__name__", "") == "__mp_main__"
     is_worker = again or multiprocessing.parent_process() is not None
@@ -334,7 +298,7 @@ def _is_inherited(launch: Launch) -> bool:
 
 def mark_rank(environ: MutableMapping[str, str] | None = None) -> None:
     """Mark later child processes of this rank: they are not ranks."""
-    env = os.environ if environ is None else environ
+    env = environment.live() if environ is None else environ
     env[_RANK] = f"{os.getpid()} {_job(env)}"
 
 
@@ -349,7 +313,7 @@ def prepare_mpi(launch: Launch, environ: MutableMapping[str, str] | None = None)
     Only for Open MPI; those for speed only with all ranks on one host. Other MPIs and several hosts
     keep their defaults, because a fast network may need another choice.
     """
-    env = os.environ if environ is None else environ
+    env = environment.live() if environ is None else environ
     if launch.launcher != "Open MPI":
         return
     # Otherwise MPI_Init ends the process if another rank dies during it.

@@ -9,13 +9,11 @@ and the values that must be the same on all ranks.
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hororing._job import launchers
-from hororing.config import horovod_variables
+from hororing.config import environment, horovod_variables
 from hororing.config.forms import CORES, LEVELS, STEPS, BadText
 from hororing.config.knobs import KNOBS, PREFIX, Alias, Knob
 
@@ -84,7 +82,7 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
     ------
     ValueError : an invalid text, an unknown HORORING_* variable, or two that do not go together.
     """
-    env = os.environ if environ is None else environ
+    env = environment.live() if environ is None else environ
     _refuse_unknown(env)
     settings = {knob.name: _read(knob, env) for knob in KNOBS}
     _timeline_steps(settings)
@@ -103,7 +101,7 @@ def _timeline_steps(settings: Mapping[str, Setting]) -> None:
 def horovod_notes(environ: Mapping[str, str] | None = None) -> list[tuple[int, str]]:
     """Return log records about Horovod's variables that no knob reads: level and text."""
     used = frozenset(alias.name for knob in KNOBS for alias in knob.aliases)
-    return list(horovod_variables.notes(os.environ if environ is None else environ, used))
+    return list(horovod_variables.notes(environment.live() if environ is None else environ, used))
 
 
 def _read(knob: Knob, env: Mapping[str, str]) -> Setting:
@@ -125,10 +123,10 @@ def _read(knob: Knob, env: Mapping[str, str]) -> Setting:
 
 def _refuse_unknown(env: Mapping[str, str]) -> None:
     knobs = [knob.variable for knob in KNOBS]
-    known = {*knobs, *launchers.VARIABLES}
+    known = {*knobs, *environment.VARIABLES}
     unknown = [name for name in env if name.startswith(PREFIX) and name not in known]
     if unknown:
-        misspelt = difflib.get_close_matches(unknown[0], launchers.VARIABLES, n=1, cutoff=0.9)
+        misspelt = difflib.get_close_matches(unknown[0], environment.VARIABLES, n=1, cutoff=0.9)
         nearest = (misspelt or difflib.get_close_matches(unknown[0], knobs, n=1, cutoff=0))[0]
         # Do not show the value: it may be a secret with a misspelt name.
         shown = "..." if "SECRET" in nearest else repr(env[unknown[0]])

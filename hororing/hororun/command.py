@@ -21,6 +21,7 @@ from typing import IO
 
 from hororing._job import launchers, limits
 from hororing._job.rendezvous import protocol
+from hororing.config import environment
 from hororing.hororun.flags import allocation, knobs
 from hororing.hororun.flags import elastic as elastic_module
 from hororing.hororun.flags.host_lists import Host
@@ -149,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only-output-from", metavar="0,4-6",
         help="standard output of these ranks only; errors are always shown")  # fmt: skip
     add("--start-timeout", type=_seconds, metavar="S",
-        default=launchers.environment().get("HOROVOD_START_TIMEOUT", "60"),
+        default=environment.variables().get("HOROVOD_START_TIMEOUT", "60"),
         help="longest that other hosts may take to answer (60)")  # fmt: skip
     add("--grace", type=_seconds, metavar="S",
         help="time between the request to end and the end, for all ranks (5 after a failure, 30 or "
@@ -253,7 +254,7 @@ def _hosts(arguments: argparse.Namespace) -> tuple[list[Host], allocation.Alloca
 
 
 def _allocation() -> allocation.Allocation | None:
-    found = allocation.find(launchers.environment())
+    found = allocation.find(environment.variables())
     outer = launchers.detect()
     if found is not None and outer.launched and "SLURM" in outer.sign:
         raise ValueError(
@@ -266,7 +267,7 @@ def _allocation() -> allocation.Allocation | None:
 def _grace(given: float | None) -> Grace:
     if given is not None:
         return Grace(given, given)
-    schedulers_s = allocation.kill_wait_s(launchers.environment())
+    schedulers_s = allocation.kill_wait_s(environment.variables())
     # hororun must still be able to say who has not ended.
     return Grace() if schedulers_s is None else Grace(asked_s=max(schedulers_s - 1, 1))
 
@@ -301,7 +302,7 @@ def _ranks(text: str | None, size: int) -> set[int] | None:
 
 def _variables(arguments: argparse.Namespace) -> dict[str, str]:
     """Variables for the ranks of all hosts: settings, most of which must be the same, and -x."""
-    own = launchers.environment()
+    own = environment.variables()
     found = start.settings()
     for text in arguments.variables:
         name, equals, value = text.partition("=")
@@ -339,7 +340,7 @@ def _output(
     for name, number, own in ((STDOUT, 1, sys.__stdout__), (STDERR, 2, sys.__stderr__)):
         if own is not None:  # closed at start: the number may be another file's by now
             streams[name] = io.FileIO(number, "w", closefd=False)
-    plain = "NO_COLOR" in launchers.environment()
+    plain = "NO_COLOR" in environment.variables()
     return Output(
         streams,
         size,
@@ -465,7 +466,7 @@ def _mpirun(arguments: argparse.Namespace, placed: list[Place], command: list[st
     given = [*arguments.variables, *(f"{name}={value}" for name, value in flags.items())]
     # One -x for each name: the last.
     passed = {text.partition("=")[0]: text for text in [*start.settings(), *given]}
-    own = launchers.environment()
+    own = environment.variables()
     for name, equals, value in [text.partition("=") for text in passed.values()]:
         if equals and name not in flags and not name.startswith(_OF_MPIRUN):
             own[name], passed[name] = value, name

@@ -8,9 +8,9 @@ from typing import Any
 
 import ray
 
-from hororing._job import launchers
 from hororing._job.rendezvous import protocol
 from hororing._job.rendezvous.store import Store
+from hororing.config import environment
 from hororing.hororun.host.agent import free_port
 from hororing.hororun.host.local import memory_file
 from hororing.hororun.job import plan, start
@@ -73,7 +73,7 @@ def start_store(
 
 def become(variables: Mapping[str, str], secret: bytes) -> None:
     """Make this process a rank, before it calls `init`."""
-    launchers.become({**variables, "HORORING_SECRET_FD": str(memory_file("secret", secret))})
+    environment.become({**variables, "HORORING_SECRET_FD": str(memory_file("secret", secret))})
 
 
 def variables(

@@ -14,8 +14,8 @@ from io import FileIO, RawIOBase
 
 from pyspark import BarrierTaskContext
 
-from hororing._job import launchers
 from hororing._job.rendezvous import interfaces, protocol
+from hororing.config import environment
 from hororing.hororun.call import PROGRAM
 from hororing.hororun.host.agent import free_port
 from hororing.hororun.host.local import (
@@ -66,16 +66,16 @@ def run_rank(task: TaskSettings, _: Iterable[int]) -> Iterator[Outcome]:
     _, address, port = everybody[order[0]]
     rendezvous = Rendezvous(task.job, task.store, (address, port))
     place = plan.by_host([everybody[i][0] for i in order])[rank]
-    environment = {
+    env = {
         "PYTHONUNBUFFERED": "1",
-        **launchers.inherited(),
+        **environment.inherited(),
         **task.variables,
         **plan.environment(place, len(order), rendezvous),
     }
     call = pickle.loads(task.payload)
     # Spark puts modules where tasks find them; this host need not have the driver's folders.
     call = replace(call, path=[*dict.fromkeys([*sys.path, *call.path])])
-    yield _Process(rank, len(order)).run(task, environment, pickle.dumps(call))
+    yield _Process(rank, len(order)).run(task, env, pickle.dumps(call))
 
 
 class _Process:

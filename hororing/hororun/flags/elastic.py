@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hororing import config
-from hororing._job import launchers
+from hororing.config import environment
 from hororing.hororun.flags import knobs as knobs_module
 from hororing.hororun.flags.host_lists import Host
 
@@ -99,7 +99,7 @@ def chosen(
     if cooldown is not None and not 0 < cooldown[0] <= cooldown[1]:
         raise ValueError(f"--blacklist-cooldown-range {cooldown[0]:g} {cooldown[1]:g}: they must "
                          "ascend from above 0")  # fmt: skip
-    settings = config.load({**launchers.environment(), **variables})
+    settings = config.load({**environment.variables(), **variables})
     elastic = Elastic(
         np, min_np, max_np,
         slots_per_host=arguments.slots_per_host,

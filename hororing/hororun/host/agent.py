@@ -22,9 +22,10 @@ import socket
 import sys
 from typing import Any
 
-from hororing._job import launchers, limits
+from hororing._job import limits
 from hororing._job.rendezvous import protocol
 from hororing._job.rendezvous.protocol import Frames
+from hororing.config import environment
 from hororing.hororun.host.local import LocalRanks, Program, append, memory_file, step
 
 MARK = b"hororun agent 1\n"
@@ -93,17 +94,17 @@ class _Agent:
                 self._start(message)
 
     def _start(self, message: dict[str, Any]) -> None:
-        environment = launchers.inherited() | message["environment"]
+        env = environment.inherited() | message["environment"]
         for name, text in message["compared"].items():
-            if environment.get(name) != text:
+            if env.get(name) != text:
                 self._send({"differs": name})
         # The address of the launcher's host, if ssh reports it.
-        seen = environment.get("SSH_CONNECTION", "").partition(" ")[0]
+        seen = env.get("SSH_CONNECTION", "").partition(" ")[0]
         descriptor = memory_file("secret", bytes.fromhex(message["secret"]))
         try:
             limits.make_room(_FILES_OF_A_RANK * len(message["ranks"]), "the ranks of this host")
             for rank in message["ranks"]:
-                variables = {**environment, **rank["environment"]}
+                variables = {**env, **rank["environment"]}
                 variables["HORORING_SECRET_FD"] = str(descriptor)
                 if seen:
                     addresses = variables["HORORING_RENDEZVOUS"]

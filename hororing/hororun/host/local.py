@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Protocol
 
-from hororing._job import launchers, limits
+from hororing._job import limits
+from hororing.config import environment
 from hororing.hororun.host import cgroup
 
 _READ_BYTES = 2**16
@@ -218,7 +219,7 @@ class LocalRanks:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env=launchers.inherited(),  # an outer job must not end it first
+            env=environment.inherited(),  # an outer job must not end it first
         )
         return self._guard
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hororing._job import launchers, limits
+from hororing._job import limits
 from hororing._job.rendezvous import interfaces, protocol
 from hororing._job.rendezvous.elastic_store import ElasticStore, Event
 from hororing._job.rendezvous.server import Server
 from hororing._job.rendezvous.store import Store
+from hororing.config import environment
 from hororing.hororun.flags.elastic import Elastic
 from hororing.hororun.flags.host_lists import Host, parse_hosts, read_hostfile
 from hororing.hororun.host import cgroup
@@ -142,7 +143,7 @@ def run_elastic(
     CannotStartError : there are no hosts, or a program cannot be started.
     """
     secret, job = protocol.new_secret(), secrets.token_hex(8)
-    inherited = launchers.inherited()
+    inherited = environment.inherited()
     common = {"PYTHONUNBUFFERED": "1", "HORORING_ELASTIC": "1", "HORORING_JOB": job}
     payload = None if what.payload is None else memory_file("payload", what.payload)
     compared = _compared(what)
@@ -274,7 +275,7 @@ def _assign(
 ) -> None:
     size = len(what.placed)
     # Not the variables that an outer job has set for this process.
-    inherited = {"PYTHONUNBUFFERED": "1", **launchers.inherited(), **what.variables}
+    inherited = {"PYTHONUNBUFFERED": "1", **environment.inherited(), **what.variables}
     given = {name: text for name, text in what.variables.items() if name.startswith("MASTER_")}
     environments = {
         place.rank: {**plan.environment(place, size, rendezvous), **given} for place in what.placed
@@ -304,7 +305,7 @@ def _assign(
 
 def _compared(what: Start) -> dict[str, str]:
     """Variables of this process that ranks of other hosts do not get, but may need."""
-    own = launchers.environment()
+    own = environment.variables()
     return {name: own[name] for name in _PATHS if own.get(name) and name not in what.variables}
 
 
@@ -312,7 +313,7 @@ def settings() -> dict[str, str]:
     """Variables of this process for ranks of other hosts, most of which must be the same."""
     return {
         name: text
-        for name, text in launchers.inherited().items()
+        for name, text in environment.inherited().items()
         if name.startswith(("HORORING_", "HOROVOD_")) or name in _SHARED
     }
 
