@@ -14,11 +14,12 @@ from typing import Any
 
 from hororing import config as configuration
 from hororing import errors
+from hororing._api.find_job import WORLD, Job, find_job, lost
 from hororing._engine import membership, mpi, recorder, state
 from hororing._engine.core import fail, ffi, lib
 from hororing._engine.logs import Forwarder, logger
 from hororing._engine.shutdown import install_hooks, reason_of
-from hororing._engine.start_config import check_cores, engine_config, fingerprint
+from hororing._engine.start_config import engine_config, fingerprint
 from hororing._engine.state import process as _process
 from hororing._engine.timeline import absolute
 from hororing._job import bootstrap, launchers
@@ -31,13 +32,7 @@ from hororing._requests import process_sets as sets
 # While init waits: seconds between two checks for signals, and for ended ranks of this host.
 _POLL_S, _NEIGHBOURS_S = 0.2, 0.5
 
-_WORLD = -1  # as hr_config.mpi_communicator
-
 _log = Forwarder()
-
-
-# ---------------------------------------------------------------------------------------------
-# Init
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -115,76 +110,34 @@ def _start(
             hide_time=settings["LOG_HIDE_TIME"],
         )
         _log.set_rank(started_by.rank)
-        if settings["ALONE"] and meet is None:
-            started_by = Launch()
-        elif meet is None and membership.is_elastic():
-            _start_elastic(settings, comm, dynamic, process_sets)
-            return
-        communicator, ranks, others = _parse_comm(comm, started_by)
-        by_mpi = (started_by.launched and started_by.mpi) or others
-        if by_mpi or started_by.launched:
-            launchers.refuse_children(started_by)
-            check_cores(settings, started_by)
-        if not by_mpi:
-            _find_ranks(started_by, settings, comm, meet)
-        launched = by_mpi or _process.member is not None
-        if communicator == _WORLD and not launched:
-            launchers.refuse_without_mpi(started_by)
-        if launched:
-            launchers.mark_rank()
-        if by_mpi:
-            launchers.prepare_mpi(started_by)
-        _process.launched = by_mpi
+        if meet is not None and _process.member is not None:
+            _process.member.done()  # leave the previous job
+            _process.member = None
+        job = find_job(started_by, settings, comm, meet, _process.member)
         _process.dynamic = dynamic or settings["DYNAMIC_PROCESS_SETS"]
-        watched = communicator == _WORLD and _process.member is None
-        neighbours = Neighbours(ranks) if watched else None
-        _run(settings, started_by, launched, process_sets, communicator, ranks, neighbours)
+        if job.elastic:
+            _form_generation(settings, process_sets)
+            return
+        _process.member, _process.launched = job.member, job.by_mpi
+        if job.connected:
+            launchers.mark_rank()
+        if job.by_mpi:
+            launchers.prepare_mpi(job.launch)
+        _run(settings, job, process_sets)
 
 
-def _start_elastic(
-    settings: configuration.Config, comm: Any, dynamic: bool, process_sets: str
-) -> None:
+def _form_generation(settings: configuration.Config, process_sets: str) -> None:
     """Form the next generation, and another one if a member is lost meanwhile."""
-    if comm is not None:
-        raise ValueError(f"init: comm={comm!r} needs MPI, which did not start this elastic job")
-    launchers.refuse_children(Launch(launchers.ELASTIC, mpi=False, own=membership.SIGN))
-    _process.dynamic = dynamic or settings["DYNAMIC_PROCESS_SETS"]
     compared = fingerprint(settings, process_sets)
     while True:
-        started_by = membership.enter(settings, compared, failed=_process.broken)
+        launch = membership.enter(settings, compared, failed=_process.broken)
         launchers.mark_rank()
         try:
-            _run(settings, started_by, True, process_sets, _WORLD, None, None)
+            _run(settings, Job(launch, _process.member, elastic=True), process_sets)
         except (errors.PeerLostError, errors.TransportError) as error:
             membership.note_start(error)  # the store decides whether to try again
         else:
             return membership.note_start()
-
-
-def _find_ranks(
-    started_by: Launch,
-    settings: configuration.Config,
-    comm: Any,
-    meet: Callable[[], Member] | None,
-) -> None:
-    """Find the store of this job, if the environment names one. It serves until the end."""
-    if _process.member is not None:
-        if meet is None:
-            return
-        _process.member.done()  # leave the previous job
-        _process.member = None
-    try:
-        _process.member = meet() if meet else bootstrap.find(started_by, settings)
-    except RendezvousError as error:
-        raise _lost(error) from None
-    if _process.member is not None and comm is not None:
-        raise ValueError(f"init: comm={comm!r} needs MPI, which did not start this job")
-
-
-def _lost(error: RendezvousError) -> errors.HororingInternalError:
-    if error.rank < 0:
-        return errors.TransportError(f"init: {error}")
-    return errors.PeerLostError(f"init: {error}", error.rank)
 
 
 def _answer(member: Member, timeout_s: float) -> None:
@@ -193,31 +146,25 @@ def _answer(member: Member, timeout_s: float) -> None:
     try:
         texts = member.share(mine, timeout_s or math.inf)
     except RendezvousError as error:
-        raise _lost(error) from None
+        raise lost(error) from None
     keep = [ffi.new("char[]", text.encode("utf-8", "surrogateescape")) for text in texts]
     lib.hr_answer(ffi.new("char *[]", keep), ffi.NULL)
 
 
-def _run(
-    settings: configuration.Config,
-    started_by: Launch,
-    launched: bool,
-    process_sets: str,
-    communicator: int,
-    ranks: list[int] | None,
-    neighbours: Neighbours | None,
-) -> None:
+def _run(settings: configuration.Config, job: Job, process_sets: str) -> None:
     """Start the engine. After an exception, no engine exists."""
-    _log.open(started_by.rank if launched else 0)
+    _log.open(job.launch.rank if job.connected else 0)
     keep, c_config = engine_config(
-        settings, started_by, launched, _log.core_level(), process_sets, _process.member
+        settings, job.launch, job.connected, _log.core_level(), process_sets, job.member
     )
-    c_config.mpi_communicator = communicator
-    if ranks is not None:
-        keep.append(ffi.new("int32_t[]", ranks))
-        c_config.ranks, c_config.ranks_count = keep[-1], len(ranks)
-    named = bootstrap.name_of(_process.member) if _process.member else job_of("self") or ""
-    recorder.begin(settings["FLIGHT_RECORDER"], settings["STACK_SIGNAL"], started_by, named)
+    c_config.mpi_communicator = job.communicator
+    if job.ranks is not None:
+        keep.append(ffi.new("int32_t[]", job.ranks))
+        c_config.ranks, c_config.ranks_count = keep[-1], len(job.ranks)
+    watched = job.communicator == WORLD and job.member is None
+    neighbours = Neighbours(job.ranks) if watched else None
+    named = bootstrap.name_of(job.member) if job.member else job_of("self") or ""
+    recorder.begin(settings["FLIGHT_RECORDER"], settings["STACK_SIGNAL"], job.launch, named)
     _process.pid = os.getpid()
     _process.broken = True  # until it is known to work
     install_hooks(_log.close)
@@ -274,30 +221,3 @@ def _await_start(neighbours: Neighbours | None, timeout_s: float) -> int:
                 next(iter(ended)),
             )
     return code
-
-
-def _parse_comm(comm: Any, started_by: Launch) -> tuple[int, list[int] | None, bool]:
-    """The Fortran handle, the ranks, and whether the communicator has several ranks."""
-    if comm is None:
-        return _WORLD, None, False
-    if isinstance(comm, (list, tuple, range)):
-        ranks = list(comm)
-        if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
-            raise ValueError(f"init: comm={comm!r} is not a list of ranks: use integers from 0")
-        if len(set(ranks)) != len(ranks):
-            raise ValueError(f"init: comm={comm!r} lists a rank twice")
-        if not started_by.launched and ranks != [0]:
-            raise ValueError(
-                f"init: comm={comm!r} lists ranks that do not exist: this job has one rank, 0; "
-                "for more start it with mpirun"
-            )
-        return _WORLD, ranks if started_by.launched else None, False
-    if callable(getattr(comm, "py2f", None)) and callable(getattr(comm, "Get_size", None)):
-        if not comm:
-            raise ValueError("init: comm is MPI.COMM_NULL: this rank is not in it")
-        handle = int(comm.py2f())
-        size = int(comm.Get_size())
-        return handle, None, size > 1
-    raise ValueError(
-        f"init: comm={comm!r} is neither None, nor a list of ranks, nor an mpi4py communicator"
-    )
