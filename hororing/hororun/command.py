@@ -12,6 +12,7 @@ import shlex
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -54,9 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = _parser()
     words, arguments = _read(parser, list(sys.argv[1:] if words is None else words))
     if arguments.check_build:
-        from hororing.__main__ import main as about
-
-        return int(about(["info"]) or 0)
+        return subprocess.call([sys.executable, "-m", "hororing", "info"])
     command = _program(arguments)
     if not (command or arguments.print_topology or arguments.export_config):
         parser.error("what shall the ranks run? hororun -np 4 python train.py")

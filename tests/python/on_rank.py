@@ -82,7 +82,7 @@ def _remember() -> Callable[[], None]:
     filters = list(warnings.filters)
 
     def restore() -> None:
-        hororing = sys.modules.get("hororing._api.init")
+        hororing = sys.modules.get("hororing._engine.shutdown")
         if hororing is not None:
             hororing.shutdown()
         os.environ.clear()

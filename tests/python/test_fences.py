@@ -36,7 +36,6 @@ TOOLKIT = {("toolkit", framework) for framework in FRAMEWORKS}
 # The toolkit may import the API of scripts, and the API for extensions.
 PUBLIC = {
     "hororing", "hororing.config", "hororing.errors", "hororing.extension", "hororing.numpy",
-    "hororing._requests.process_sets", "hororing._engine.timeline",
 }  # fmt: skip
 PUBLIC_OF = {
     "torch": {"hororing.torch.ops", "hororing.torch.extension"},
@@ -133,11 +132,16 @@ def test_threads_are_the_engines():
     }
 
 
-def test_the_package_reads_the_environment_in_two_places():
+def test_the_package_reads_the_environment_in_one_place():
     # A function of Horovod's API also sets variables for its caller.
-    allowed = r"^hororing/(config/__init__\.py|launch\.py|as_horovod/horovod/common/util\.py)$"
-    for file in users(PACKAGE, r"os\.environ|os\.getenv|os\.putenv"):
-        assert re.match(allowed, file), file
+    assert users(PACKAGE, r"os\.environ|os\.getenv|os\.putenv") == {
+        "hororing/config/environment.py",
+        "hororing/as_horovod/horovod/common/util.py",
+    }
+
+
+def test_the_core_is_loaded_in_one_place():
+    assert users(PACKAGE, r"^\s*(from|import) hororing\._core\b") == {"hororing/_engine/core.py"}
 
 
 def test_adapters_know_neither_each_other_nor_the_core():
@@ -153,30 +157,62 @@ def test_adapters_know_neither_each_other_nor_the_core():
 
 
 def imports(node: ast.AST) -> Iterable[str]:
-    """Return imported names of hororing, even in functions, but not under TYPE_CHECKING."""
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-        return
-    if isinstance(node, ast.ImportFrom) and node.module:
-        yield from (f"{node.module}.{each.name}" for each in node.names)
-    if isinstance(node, ast.Import):
-        yield from (each.name for each in node.names)
-    for child in ast.iter_child_nodes(node):
-        yield from imports(child)
+    """Return imported names of hororing, even in functions and under TYPE_CHECKING."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.ImportFrom) and child.module:
+            yield from (f"{child.module}.{each.name}" for each in child.names)
+        if isinstance(child, ast.Import):
+            yield from (each.name for each in child.names)
+
+
+def modules(files: Iterable[Path]) -> dict[str, Path]:
+    return {
+        ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
+        for f in files
+    }
 
 
 def test_modules_do_not_import_one_another_in_a_circle():
-    files = {
-        ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
-        for f in PACKAGE
-    }
+    files = modules(PACKAGE)
+    del files["hororing"]  # loads `run` on demand
     below = {
         name: {
             found if found in files else found.rpartition(".")[0]
             for found in imports(ast.parse(file.read_text()))
         }
+        - {name}
         for name, file in files.items()
     }
     graphlib.TopologicalSorter(below).prepare()  # CycleError names the modules
+
+
+# From the lowest floor up; a module may import its own floor's entry and those of lower floors.
+FLOORS = (
+    "errors torch_backend", "config", "_job", "_engine", "_requests", "_api", "numpy", "elastic",
+    "_adapters", "extension", "torch hororun", "keras ray spark", "tensorflow",
+    "toolkit as_horovod", "__main__",
+)  # fmt: skip
+LEVEL = {entry: level for level, entries in enumerate(FLOORS) for entry in entries.split()}
+# The backend of Keras for TensorFlow uses that adapter, whose Keras 2 part uses hororing.keras.
+UPWARDS = {("hororing/keras/backends/tensorflow.py", "tensorflow"),
+           ("hororing/keras/backends/tensorflow_batch_norm.py", "tensorflow")}  # fmt: skip
+
+
+def entry_of(path: Path) -> str:
+    return path.relative_to(ROOT / "hororing").parts[0].removesuffix(".py")
+
+
+def test_each_floor_knows_only_those_below_it():
+    entries = {entry_of(path) for path in PACKAGE} - {"__init__"}
+    assert entries == {*LEVEL}, "a new entry at the top of hororing/ needs its floor here"
+    found = set()
+    for file in PACKAGE:
+        own = entry_of(file)
+        for name in imports(ast.parse(file.read_text())) if own != "__init__" else ():
+            other = name.split(".")[1] if name.startswith("hororing.") else own
+            if other in LEVEL and other != own and LEVEL[other] >= LEVEL[own]:
+                found.add((str(file.relative_to(ROOT)), other))
+    assert found == UPWARDS
 
 
 def test_only_adapters_import_frameworks():
@@ -189,7 +225,9 @@ def test_only_adapters_import_frameworks():
     assert users(neutral, rf"^\s*(from|import) ({'|'.join(FRAMEWORKS)})\b") == set()
     # On demand, if torch's launcher has started the ranks (ADR 47).
     loads = rf"import_module\([\"']({'|'.join(FRAMEWORKS)})\b"
-    assert users(neutral, loads) == {"hororing/_job/rendezvous/torch_store.py"}
+    assert users(neutral, loads) == {
+        "hororing/_job/rendezvous/torch_store.py", "hororing/torch_backend.py"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("folder", "library"), [("ray", "ray"), ("spark", "pyspark")])

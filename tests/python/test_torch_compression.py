@@ -104,7 +104,7 @@ METHODS = [
 
 
 def held_errors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    kept = optimizer.state_dict()["state"].get("hororing._requests.compression", {})
+    kept = optimizer.state_dict()["state"].get("hororing.compression", {})
     return {name: tensors["error"] for name, tensors in kept.items()}
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hororing.numpy as hvd
-from hororing._requests.process_sets import ProcessSet, global_process_set
+from hororing.extension import ProcessSet, global_process_set
 from hororing.toolkit.data.sharding import Indices, place
 
 Mask = NDArray[np.bool_]

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hororing.numpy as hvd
-from hororing._requests.process_sets import ProcessSet, global_process_set
-from hororing.extension import check_member
+from hororing.extension import ProcessSet, check_member, global_process_set
 
 Indices = NDArray[np.int64]
 

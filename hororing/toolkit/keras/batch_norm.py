@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from hororing._requests.process_sets import ProcessSet, global_process_set
+from hororing.extension import ProcessSet, global_process_set
 from hororing.toolkit.large_batch.averaging import weighted_mean
 
 

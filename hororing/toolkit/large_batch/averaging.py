@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hororing.numpy as hvd
-from hororing._requests.process_sets import ProcessSet, global_process_set
+from hororing.extension import ProcessSet, global_process_set
 
 Array = NDArray[Any]
 

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from itertools import groupby
 
 import hororing.numpy as hvd
-from hororing._requests.process_sets import ProcessSet, global_process_set
+from hororing.extension import ProcessSet, global_process_set
 from hororing.toolkit.large_batch.agreement import agreed
 
 

@@ -40,7 +40,7 @@ from typing import Any, Final
 import numpy as np
 
 import hororing.numpy as hvd
-from hororing._requests.process_sets import ProcessSet, global_process_set
+from hororing.extension import ProcessSet, global_process_set
 
 IDENTICAL_STREAM: Final = 0  # of what must be equal on all ranks; rank r's own is r + 1
 SHORT: Final = ("float16", "bfloat16")

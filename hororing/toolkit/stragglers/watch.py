@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 
 import hororing.numpy as hvd
-from hororing._engine import timeline
+from hororing import extension
 from hororing.toolkit.stragglers.arrivals import Recording, read_timeline
 from hororing.toolkit.stragglers.diagnosis import Diagnosis, check_tolerance, diagnose
 
@@ -57,7 +57,7 @@ class StragglerWatch:
 
     def __enter__(self) -> StragglerWatch:
         failure = ""
-        if hvd.rank() == 0 and not timeline.enabled():
+        if hvd.rank() == 0 and not extension.timeline_is_on():
             try:
                 self._folder = tempfile.TemporaryDirectory(prefix="hororing-")
                 hvd.start_timeline(os.path.join(self._folder.name, "timeline.json"))
@@ -100,7 +100,7 @@ class StragglerWatch:
         """The steps between the broadcasts at the beginning and at the end."""
         deadline = time.monotonic() + _ARRIVAL_S
         while True:
-            recording = read_timeline(timeline.path())
+            recording = read_timeline(extension.timeline_path())
             names = [each.name for each in recording.collectives]
             begin = max((i for i, name in enumerate(names) if name.startswith(_BEGIN)), default=-1)
             ends = [i for i, name in enumerate(names) if name.startswith(_END) and i > begin]

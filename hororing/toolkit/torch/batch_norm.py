@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hororing._requests.process_sets import ProcessSet, global_process_set
+from hororing.extension import ProcessSet, global_process_set
 from hororing.toolkit.large_batch.averaging import weighted_mean
 
 

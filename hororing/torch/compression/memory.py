@@ -17,7 +17,7 @@ import torch
 
 from hororing.torch.compression.method import Kept
 
-KEY: Final = "hororing._requests.compression"  # in the optimizer's `state`
+KEY: Final = "hororing.compression"  # in the optimizer's `state`
 
 
 class Memory:

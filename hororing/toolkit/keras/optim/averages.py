@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 import hororing.numpy as hvd
-from hororing._requests.process_sets import ProcessSet
+from hororing.extension import ProcessSet
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

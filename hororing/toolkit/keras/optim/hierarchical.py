@@ -16,11 +16,11 @@ import keras
 import numpy as np
 from keras import ops
 
-from hororing._requests.process_sets import ProcessSet
 from hororing.extension import (
     OPTIMIZER,
     Compressor,
     NoneCompressor,
+    ProcessSet,
     default_name,
     is_elastic,
 )

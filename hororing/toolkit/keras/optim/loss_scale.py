@@ -8,8 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from hororing._requests.process_sets import ProcessSet, global_process_set
-from hororing.extension import check_member, default_name, find
+from hororing.extension import ProcessSet, check_member, default_name, find, global_process_set
 from hororing.keras.extension import backend, checked_settings
 from hororing.numpy import Max
 

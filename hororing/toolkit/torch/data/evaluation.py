@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from hororing._requests.process_sets import ProcessSet, global_process_set
+from hororing.extension import ProcessSet, global_process_set
 from hororing.toolkit.data.evaluation import Total, Totals, masked_batches
 
 Metric = Callable[[Any, Any], torch.Tensor]

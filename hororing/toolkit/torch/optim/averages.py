@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 import hororing.numpy as hvd
-from hororing._requests.process_sets import ProcessSet
-from hororing.extension import abandon
+from hororing.extension import ProcessSet, abandon
 from hororing.torch.ops import grouped_allreduce_async_, synchronize
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hororing._requests.process_sets import ProcessSet
+from hororing.extension import ProcessSet
 from hororing.numpy import rank
 from hororing.toolkit.large_batch.hierarchy import shares
 from hororing.toolkit.large_batch.plan import Plan, Request

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from hororing._requests.process_sets import ProcessSet, global_process_set
-from hororing.extension import check_member, default_name
+from hororing.extension import ProcessSet, check_member, default_name, global_process_set
 from hororing.numpy import Max, size
 from hororing.torch.ops import allreduce
 

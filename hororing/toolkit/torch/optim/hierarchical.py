@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from hororing._requests.process_sets import ProcessSet, global_process_set
 from hororing.errors import HororingInternalError
-from hororing.extension import is_elastic
+from hororing.extension import ProcessSet, global_process_set, is_elastic
 from hororing.numpy import Max, size
 from hororing.toolkit.large_batch.agreement import obtain_groups
 from hororing.toolkit.large_batch.plan import make_plan

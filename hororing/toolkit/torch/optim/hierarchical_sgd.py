@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from hororing._requests.process_sets import global_process_set
 from hororing.extension import (
     Compressor,
     NoneCompressor,
     Reduction,
     check_reduction,
     checked_passes,
+    global_process_set,
     is_elastic,
 )
 from hororing.numpy import Average, rank, size

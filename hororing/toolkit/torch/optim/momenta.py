@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from hororing._requests.process_sets import ProcessSet
+from hororing.extension import ProcessSet
 from hororing.numpy import allgather_object
 from hororing.torch.ops import allgather
 
