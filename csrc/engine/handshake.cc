@@ -65,9 +65,9 @@ Status MeasureClocks(Transport& transport, const Topology& topology, TimeNs dead
                      std::vector<TimeNs>* offsets) {
   constexpr int kRounds = 8;
   offsets->assign(static_cast<size_t>(topology.size), 0);
-  for (int peer = 1; peer < topology.size; ++peer) {
-    if (topology.host_of[static_cast<size_t>(peer)] == topology.host_of[0]) continue;
-    if (topology.rank != 0 && topology.rank != peer) continue;
+  for (const std::vector<int>& ranks : topology.ranks_on()) {
+    const int peer = ranks[0];
+    if (peer == 0 || (topology.rank != 0 && topology.rank != peer)) continue;
     TimeNs best_round_trip = kForever;
     for (int round = 0; round < kRounds; ++round) {
       TimeNs theirs = 0;
@@ -88,7 +88,9 @@ Status MeasureClocks(Transport& transport, const Topology& topology, TimeNs dead
       const TimeNs answered = NowNs();
       if (answered - asked < best_round_trip) {
         best_round_trip = answered - asked;
-        (*offsets)[static_cast<size_t>(peer)] = asked + (answered - asked) / 2 - theirs;
+        for (const int each : ranks) {
+          (*offsets)[static_cast<size_t>(each)] = asked + (answered - asked) / 2 - theirs;
+        }
       }
     }
   }

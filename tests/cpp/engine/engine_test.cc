@@ -11,6 +11,7 @@
 #include "base/sha256.h"
 #include "check.h"
 #include "collective/collectives.h"
+#include "engine/handshake.h"
 #include "engine_world.h"
 #include "transport/bootstrap.h"
 
@@ -224,6 +225,23 @@ TEST(settings_behind_a_long_text_are_compared) {
   for (const size_t bytes : {480u, 4200u, 1u << 20}) {
     CheckDifferentSettings("SETS=" + std::string(bytes, ';') + "\n");
   }
+}
+
+TEST(rank_0_asks_one_rank_of_each_other_host_for_its_clock) {
+  auto transports = MakeInprocWorld(5, 0);
+  std::vector<std::thread> threads;
+  for (const int rank : {0, 2, 4}) {  // 1 and 3 do nothing
+    threads.emplace_back([&, rank] {
+      const Topology topology = MakeTopology(rank, {"a", "a", "b", "b", "c"});
+      std::vector<TimeNs> offsets;
+      CHECK_OK(MeasureClocks(*transports[static_cast<size_t>(rank)], topology,
+                             After(NowNs(), 20 * kSecond), &offsets));
+      CHECK_EQ(offsets[1], TimeNs{0});
+      CHECK_EQ(offsets[3], offsets[2]);
+      CHECK((offsets[2] != 0 && offsets[4] != 0) == (rank == 0));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 TEST(a_rank_that_gives_up_starting_is_heard_of_by_those_who_have_started) {
