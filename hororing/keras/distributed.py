@@ -22,7 +22,7 @@ import keras
 from keras import ops
 
 from hororing._adapters.fit_callbacks import NOTHING_REDUCED
-from hororing._adapters.optimizer_settings import Settings
+from hororing._adapters.optimizer_options import Settings
 from hororing._adapters.replica_check import Digest, ReplicaCheck, digest
 from hororing._engine import membership
 from hororing._requests.arguments import (

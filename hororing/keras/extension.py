@@ -7,7 +7,7 @@ returns the gradients of one update. It may use `_reduced_among` with `Settings`
 
 from __future__ import annotations
 
-from hororing._adapters.optimizer_settings import Settings, checked_settings
+from hororing._adapters.optimizer_options import Settings, checked_settings
 from hororing.keras.backends import backend
 from hororing.keras.callbacks import velocities
 from hororing.keras.distributed import Distributed, wrapped

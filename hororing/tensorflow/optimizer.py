@@ -11,8 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hororing._adapters.optimizer_options import Reduction
-from hororing._adapters.optimizer_settings import WithoutWeight
+from hororing._adapters.optimizer_options import Reduction, WithoutWeight
 from hororing._requests.arguments import Adasum, Average, check_text
 from hororing._requests.compression import Compressor, NoneCompressor
 from hororing._requests.process_sets import ProcessSet, global_process_set

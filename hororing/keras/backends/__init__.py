@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import keras
 
-from hororing._adapters.optimizer_settings import Settings
+from hororing._adapters.optimizer_options import Settings
 from hororing.elastic.variables import Stepper
 
 F = TypeVar("F", bound=Callable[..., Any])

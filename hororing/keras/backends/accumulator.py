@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from hororing._adapters.optimizer_settings import Settings
+from hororing._adapters.optimizer_options import Settings
 
 
 class VariableAccumulator:

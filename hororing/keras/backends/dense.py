@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hororing._adapters.optimizer_settings import Settings
+from hororing._adapters.optimizer_options import Settings
 from hororing._requests import handles as request_handles
 
 

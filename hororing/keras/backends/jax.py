@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 import hororing.numpy as hvd
-from hororing._adapters.optimizer_settings import Settings
+from hororing._adapters.optimizer_options import Settings
 from hororing._requests.compression import compressed
 from hororing.keras.backends.dense import reduce_all
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 from keras import ops
 
-from hororing._adapters.optimizer_settings import Settings
+from hororing._adapters.optimizer_options import Settings
 from hororing._engine.state import rank
 from hororing.keras.backends.accumulator import VariableAccumulator
 from hororing.tensorflow._tensor import requests

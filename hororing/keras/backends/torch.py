@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 import hororing.torch as hvd
-from hororing._adapters.optimizer_settings import Settings
+from hororing._adapters.optimizer_options import Settings
 from hororing._requests.compression import compressed
 from hororing.elastic.steps import Steps
 from hororing.keras.backends.accumulator import VariableAccumulator

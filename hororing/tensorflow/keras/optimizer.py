@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hororing._adapters.optimizer_settings import checked_settings
+from hororing._adapters.optimizer_options import checked_settings
 from hororing._requests.arguments import Average
 from hororing._requests.compression import Compressor, NoneCompressor
 from hororing._requests.process_sets import ProcessSet, global_process_set

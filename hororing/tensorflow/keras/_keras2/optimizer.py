@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hororing._adapters.optimizer_settings import WHAT, Settings, WithoutWeight, checked_settings
+from hororing._adapters.optimizer_options import WHAT, Settings, WithoutWeight, checked_settings
 from hororing._requests.arguments import Adasum
 from hororing._requests.compression import Compressor, NoneCompressor
 from hororing.tensorflow.gradients import (
