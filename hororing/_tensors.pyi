@@ -61,7 +61,7 @@ class Gradient:
     `failure(code)`, for all that is rare.
     """
 
-    reducer: Any
+    step: Any
     param: Any
     keep: Any
     address: int

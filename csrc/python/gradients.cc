@@ -17,7 +17,7 @@
 namespace hororing {
 namespace {
 
-// The gradients of one optimizer that are computed and not sent. Its reducer derives from it.
+// The gradients of one optimizer that are computed and not sent. Its step derives from it.
 struct Queue {
   PyObject_HEAD PyObject* queued;  // list of Gradient
   long long bytes_left;            // in the batch; at 0 it is sent
@@ -34,12 +34,12 @@ enum State : int {
 
 // One parameter's gradient, and the persistent request that reduces it.
 struct Gradient {
-  PyObject_HEAD PyObject* reducer;  // Queue
-  PyObject* param;                  // from the hook until its gradient is sent; else None
-  PyObject* keep;                   // the tensor that the request reduces now; else None
-  unsigned long long address;       // of the hr_request, which the owner keeps; 0: none
-  long long handle;                 // of the request in flight; 0: none
-  long long share;                  // its share of Queue::bytes_left
+  PyObject_HEAD PyObject* step;  // Queue
+  PyObject* param;               // from the hook until its gradient is sent; else None
+  PyObject* keep;                // the tensor that the request reduces now; else None
+  unsigned long long address;    // of the hr_request, which the owner keeps; 0: none
+  long long handle;              // of the request in flight; 0: none
+  long long share;               // its share of Queue::bytes_left
   int state;
   char simple;  // the request takes the tensor unchanged if it is plain, in host memory
 };
@@ -59,11 +59,11 @@ void Replace(PyObject** place, PyObject* object) {  // takes the reference
 // Notes an accumulated gradient. Rare cases are methods of the gradient.
 PyObject* OnGradient(PyObject* object, PyObject* param) {
   auto* const self = reinterpret_cast<Gradient*>(object);
-  if (self->reducer == nullptr || PyObject_TypeCheck(self->reducer, queue_type) == 0) {
-    PyErr_SetString(PyExc_TypeError, "a gradient needs a reducer");
+  if (self->step == nullptr || PyObject_TypeCheck(self->step, queue_type) == 0) {
+    PyErr_SetString(PyExc_TypeError, "a gradient needs a step");
     return nullptr;
   }
-  auto* const queue = reinterpret_cast<Queue*>(self->reducer);
+  auto* const queue = reinterpret_cast<Queue*>(self->step);
   if (self->state != kReady || queue->thread != PyThread_get_thread_ident()) {
     PyObject* const goes = PyObject_CallMethodObjArgs(object, may_send_name, nullptr);
     if (goes == nullptr) return nullptr;
@@ -86,7 +86,7 @@ PyObject* OnGradient(PyObject* object, PyObject* param) {
   queue->bytes_left -= share;
   if (PyList_Append(queue->queued, object) != 0) return nullptr;
   if (queue->bytes_left > 0) Py_RETURN_NONE;
-  return PyObject_CallMethodObjArgs(self->reducer, send_queued_name, nullptr);
+  return PyObject_CallMethodObjArgs(self->step, send_queued_name, nullptr);
 }
 
 // Gradients that are being submitted, each with its tensor.
@@ -248,7 +248,7 @@ PyObject* FinishGradients(PyObject*, PyObject* const* arguments, Py_ssize_t coun
 // Garbage collection: the references of such an object, which may form cycles.
 
 auto Parts(Queue* self) { return std::array{&self->queued}; }
-auto Parts(Gradient* self) { return std::array{&self->reducer, &self->param, &self->keep}; }
+auto Parts(Gradient* self) { return std::array{&self->step, &self->param, &self->keep}; }
 
 template <typename Object>
 int Traverse(PyObject* self, visitproc visit, void* arg) {
@@ -302,7 +302,7 @@ int AddGradients(PyObject* module) {
       {nullptr, 0, 0, 0, nullptr},
   };
   static PyMemberDef gradient[] = {
-      {"reducer", T_OBJECT, offsetof(Gradient, reducer), 0, nullptr},
+      {"step", T_OBJECT, offsetof(Gradient, step), 0, nullptr},
       {"param", T_OBJECT, offsetof(Gradient, param), 0, nullptr},
       {"keep", T_OBJECT, offsetof(Gradient, keep), 0, nullptr},
       {"address", T_ULONGLONG, offsetof(Gradient, address), 0, nullptr},

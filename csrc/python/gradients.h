@@ -1,5 +1,5 @@
-// The common path of gradients through an optimizer's hooks. hororing/torch/_optimizer/gradient.py and
-// reducer.py own these objects and handle all other cases.
+// The common path of gradients through an optimizer's hooks. hororing/torch/_optimizer/gradient.py
+// and step.py own these objects and handle all other cases.
 #pragma once
 
 #include <Python.h>

@@ -3,15 +3,10 @@
 The given optimizer itself becomes distributed: its class is replaced by a sub-class. It keeps its
 state and options, other objects that refer to it (such as a learning rate scheduler) stay valid,
 and it is still an instance of its class.
-
-`torch.amp.GradScaler` checks gradients before it calls `step()`. Its `unscale_` and `step` are
-wrapped here, once per process, to wait for the gradients of distributed optimizers first. All ranks
-therefore find the same infinities and skip the same steps.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 from collections.abc import Iterable, Sequence
@@ -22,26 +17,25 @@ from torch.nn.parameter import is_lazy
 
 from hororing._adapters.optimizer_options import (
     Reduction,
-    check_reduction,
     checked_passes,
+    checked_reduction,
     choose_groups,
 )
 from hororing._engine import membership
 from hororing._engine.state import size
-from hororing._requests import arguments
 from hororing._requests.arguments import Adasum, Average
 from hororing._requests.compression import Compressor, NoneCompressor, StatefulCompression
 from hororing._requests.names import OPTIMIZER, default_name
 from hororing._requests.process_sets import ProcessSet, global_process_set
+from hororing.torch._optimizer import grad_scaler
 from hororing.torch._optimizer.adasum import DeltaDistributed
-from hororing.torch._optimizer.auto_groups import AutoGrouped, check_auto_groups
-from hororing.torch._optimizer.distributed import (
-    Distributed,
-    Settings,
-    parameters,
-)
-from hororing.torch.compression.auto import Auto, Choosing, ChoosingReducer
-from hororing.torch.compression.optimizer import Compressed, CompressingReducer, check_compressed
+from hororing.torch._optimizer.auto_groups import Measured, check_auto_groups
+from hororing.torch._optimizer.distributed import Distributed, Settings, parameters
+from hororing.torch._optimizer.grouping import Grouping
+from hororing.torch.compression.auto import Auto, Chosen, note_loss
+from hororing.torch.compression.grouping import Compressed, check_compressed
+
+grad_scaler.teach()
 
 
 def DistributedOptimizer(
@@ -107,33 +101,30 @@ def DistributedOptimizer(
         raise ValueError("optimizer is distributed already; wrap it once")
     what = "DistributedOptimizer"
     checked_passes(backward_passes_per_step)
-    op = arguments.check_op(op)
     method = compression if isinstance(compression, StatefulCompression) else None
-    compression = NoneCompressor if method is not None else cast(type[Compressor], compression)
-    check_reduction(what, op, gradient_predivide_factor, compression, process_set)
-    arguments.check_flag(what, "sparse_as_dense", sparse_as_dense)
-    groups = choose_groups(what, num_groups, groups)
-    options = Reduction(
-        op=op, predivide=gradient_predivide_factor, compression=compression,
+    options = checked_reduction(
+        what, op=op, gradient_predivide_factor=gradient_predivide_factor,
+        compression=NoneCompressor if method is not None else cast(type[Compressor], compression),
         sparse_as_dense=sparse_as_dense, process_set=process_set,
     )  # fmt: skip
+    groups = choose_groups(what, num_groups, groups)
+    mixin: type[Distributed] = Distributed
+    grouping: type[Grouping] = Grouping
+    namespace: dict[str, Any] = {}
     if method is not None:
         check_compressed(options, groups)
-        is_auto = isinstance(method, Auto)
-        kind: type[Distributed] = Choosing if is_auto else Compressed
-        reducer = ChoosingReducer if is_auto else CompressingReducer
-        return become(
-            optimizer, kind, options, named_parameters, backward_passes_per_step,
-            cast(Any, groups),
-            # In a class, a partial becomes a method in Python 3.14.
-            _reducer_type=staticmethod(functools.partial(cast(Any, reducer), method)),
-        )  # fmt: skip
-    several = size() > 1 or membership.is_elastic()
-    mixin: type[Distributed] = DeltaDistributed if op == Adasum and several else Distributed
+        grouping = Compressed
+        if isinstance(method, Auto):
+            grouping, namespace = Chosen, {"note_loss": note_loss}
+    elif options.op == Adasum and (size() > 1 or membership.is_elastic()):
+        mixin = DeltaDistributed
     if isinstance(groups, str):
-        check_auto_groups(groups, op)
-        mixin, groups = AutoGrouped, None
-    return become(optimizer, mixin, options, named_parameters, backward_passes_per_step, groups)
+        check_auto_groups(groups, options.op)
+        grouping, groups = Measured, None
+    return become(
+        optimizer, mixin, options, named_parameters, backward_passes_per_step, groups, grouping,
+        method, **namespace,
+    )  # fmt: skip
 
 
 def become(
@@ -143,10 +134,12 @@ def become(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
     passes: int,
     groups: int | Sequence[Sequence[torch.Tensor]] | None,
+    grouping: type[Grouping] = Grouping,
+    method: StatefulCompression | None = None,
     **namespace: Any,
 ) -> torch.optim.Optimizer:
     """Give `optimizer` a class that derives from `mixin` and its old class. `namespace` is that of
-    the new class. Checks only names and groups.
+    the new class, `method` that of `grouping`. Checks only names and groups.
     """
     params = parameters(optimizer)
     named = checked_names(named_parameters, params)
@@ -171,14 +164,14 @@ def become(
     namespace = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
-        "_settings": Settings(options, prefix, tuple(names), positions),
+        "_settings": Settings(options, prefix, tuple(names), positions, grouping, method),
         "_passes_of_copies": passes,
         **namespace,
     }
     # They may be called inside a function that torch.compile traces.
     untraced: Any = torch.compiler.disable  # torch declares no type
-    for method in ("step", "synchronize", "zero_grad"):
-        namespace[method] = untraced(getattr(mixin, method))
+    for name in ("step", "synchronize", "zero_grad"):
+        namespace[name] = untraced(getattr(mixin, name))
     # GradScaler passes itself if it finds a parameter of that name.
     namespace["step"].__signature__ = inspect.signature(base.step)
     if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
@@ -261,46 +254,3 @@ def _positions(
             seen.add(id(param))
         result.append(tuple(position_of[id(param)] for param in group))
     return tuple(result)
-
-
-def _teach_grad_scaler() -> None:
-    """Wrap the methods of GradScaler that read gradients."""
-    scaler = torch.amp.GradScaler
-    unscale, step, look = scaler.unscale_, scaler.step, scaler._unscale_grads_
-
-    def reduce_first(self: Any, optimizer: Any) -> None:
-        if isinstance(optimizer, Distributed) and self.is_enabled():
-            optimizer._reduce_for_scaler()
-            if self._scale is not None:
-                optimizer._note_scale(self._scale)
-
-    @functools.wraps(unscale)
-    def unscale_(self: Any, optimizer: Any) -> None:
-        reduce_first(self, optimizer)
-        unscale(self, optimizer)
-
-    @functools.wraps(look)
-    def unscale_grads(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        found = look(self, optimizer, *args, **kwargs)
-        if isinstance(optimizer, Distributed):
-            optimizer._agree_on_infinities(found.values())
-        return found
-
-    @functools.wraps(step)
-    def scaled_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        reduce_first(self, optimizer)
-        steps = optimizer._steps if isinstance(optimizer, Distributed) else None
-        owed = steps.steps_to_replay if steps is not None else 0
-        result = step(self, optimizer, *args, **kwargs)
-        if isinstance(optimizer, Distributed) and self.is_enabled():
-            optimizer._start_over()  # also when the step was skipped
-            if steps is not None and owed and steps.steps_to_replay == owed:
-                steps.take(lambda: None)  # it was taken before, and is replayed in this way
-        return result
-
-    scaler.unscale_ = unscale_  # type: ignore[method-assign]
-    scaler.step = scaled_step  # type: ignore[method-assign]
-    scaler._unscale_grads_ = unscale_grads  # type: ignore[method-assign]
-
-
-_teach_grad_scaler()

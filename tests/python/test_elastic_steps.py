@@ -366,9 +366,10 @@ def test_only_steps_that_all_ranks_take_alike_are_agreed_on():
     from hororing.toolkit.torch.optim.averaging import Averaging
     from hororing.torch._optimizer.adasum import DeltaDistributed
     from hororing.torch._optimizer.distributed import Distributed
+    from hororing.torch._optimizer.grouping import Grouping
 
     def agrees(mixin: type, ranks: ProcessSet) -> bool:
-        settings = SimpleNamespace(options=SimpleNamespace(process_set=ranks))
+        settings = SimpleNamespace(options=SimpleNamespace(process_set=ranks), grouping=Grouping)
         kind = type("SGD", (mixin, torch.optim.SGD), {"_settings": settings})
         return kind.__new__(kind).agrees_on_steps
 

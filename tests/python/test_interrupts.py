@@ -14,7 +14,7 @@ import torch
 
 import hororing.torch as hvd
 from hororing._requests import handles, persistent
-from hororing.torch._optimizer import gradient, passes, reducer
+from hororing.torch._optimizer import gradient, reducer, step
 
 
 def interrupted(call: Callable[[], object], at: int, *functions: Any) -> bool:
@@ -83,9 +83,10 @@ def check_optimizer(prefix: str, **options: Any) -> None:
         loss = sum((p * (at + hvd.rank())).sum() for p in parameters[:4])
         assert isinstance(loss, torch.Tensor)
         again = hvd.rank() == 0 and interrupted(
-            loss.backward, at, passes.Passes.task_ended.__wrapped__,
+            loss.backward, at, step.Step.task_ended.__wrapped__,
             reducer._finish_all_reducers.__wrapped__, reducer.Reducer.pass_ended,
             reducer.Reducer.send_remaining, reducer.Reducer.finish, reducer.Reducer._wait_for,
+            step.Step.end,
             gradient.Gradient.finish, persistent.finish_many, handles.block_until_complete,
         )  # fmt: skip
         torch.set_grad_enabled(True)  # the interrupted line may have been the end of no_grad()

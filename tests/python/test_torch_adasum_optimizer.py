@@ -337,6 +337,27 @@ def case_loading_forgets_gradients():
     ranks.check()
 
 
+def case_a_new_engine_forgets_backward_passes():
+    ranks, loss = AllRanks(), share_loss(*batches(1)[0])
+    for _ in range(2):
+        loss(ranks.model, hvd.rank()).backward()
+        hvd.shutdown()
+        hvd.init()
+    ranks.step(loss)
+    ranks.check()
+
+
+def case_another_optimizer_of_the_same_parameters_does_not_average_in_backward():
+    ranks, loss = AllRanks(), share_loss(*batches(1)[0])
+    other = distributed(ranks.model, plain_sgd)
+    ranks.step(loss)
+    ranks.check()
+    other.zero_grad()
+    loss(ranks.model, hvd.rank()).backward()
+    other.synchronize()
+    assert_equal_on_all_ranks(*grads(ranks.model))
+
+
 def case_closures_run_on_each_rank_by_itself():
     for make in (
         sgd,

@@ -27,8 +27,9 @@ from torch_training import batches, network, plain_sgd, sgd, share, squares, sta
 
 import hororing.torch as hvd
 from hororing.torch._optimizer import auto_groups
-from hororing.torch._optimizer.auto_groups import MEASURED, SKIPPED, AutoReducer
+from hororing.torch._optimizer.auto_groups import MEASURED, SKIPPED, Measured
 from hororing.torch._optimizer.bucket_planning import Cost
+from hororing.torch._optimizer.reducer import Reducer
 
 FOUND_AFTER = SKIPPED + MEASURED  # steps
 
@@ -115,7 +116,7 @@ def case_the_best_groups_of_a_known_step_are_found_on_all_ranks() -> None:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1), named, groups="auto")
     last = nn.Parameter(torch.zeros(1))  # its gradient comes last
     last.register_post_accumulate_grad_hook(
-        lambda _: sent.append([bool(group.handle) for group in optimizer._reducer._groups])
+        lambda _: sent.append([bool(group.handle) for group in optimizer._reducer.grouping.groups])
     )
     sent: list[list[bool]] = []
     with mock.patch.object(auto_groups, "clock", clock), cost(10e-3, 1e-3 / 64):
@@ -358,7 +359,7 @@ def case_a_copy_measures_anew() -> None:
         step_often(twin, second)
         assert second._groups
         step_often(model, optimizer)  # both still work
-    assert isinstance(second._reducer, AutoReducer)
+    assert isinstance(second._reducer.grouping, Measured)
 
 
 def case_only_the_ranks_of_a_process_set_agree() -> None:
@@ -412,9 +413,9 @@ def case_an_interrupt_anywhere_is_taken_up_by_the_next_call() -> None:
                 optimizer.zero_grad()
                 sum((param * (at + hvd.rank())).sum() for param in params).backward()
                 again = step == 0 and hvd.rank() == 0 and interrupted(
-                    optimizer.synchronize, at, AutoReducer.synchronize,
-                    AutoReducer._vote, AutoReducer._regroup, AutoReducer._once,
-                    AutoReducer._plan, AutoReducer.form_groups,
+                    optimizer.synchronize, at, Reducer.synchronize, Measured.expect_agreement,
+                    Measured.agree, Measured._vote, Measured._regroup, Measured._once,
+                    Measured._plan, Measured.form,
                 )  # fmt: skip
                 torch.set_grad_enabled(True)
                 dropped = False

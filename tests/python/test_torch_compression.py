@@ -404,7 +404,8 @@ def case_it_begins_anew_with_a_new_engine():
 
 
 def kinds(optimizer: torch.optim.Optimizer) -> str:
-    buckets = optimizer._reducer.buckets if optimizer._reducer else {}  # {} for a single rank
+    reducer = optimizer._reducer
+    buckets = reducer.grouping.buckets if reducer else {}  # {} for a single rank
     return "+".join(sorted({bucket._method.name for bucket in buckets.values()})) or "none"
 
 
@@ -413,16 +414,16 @@ def auto_trained(
 ):
     """Train with these times of a step; return the methods used in each step, and the optimizer."""
 
-    def wait_for(self, entries):
-        real(self, entries)
+    def after_wait(self):
+        real(self)
         whole = seconds.get(kinds(optimizer), 0.9)
         # All ranks except the last also wait for others.
         wait = 0.9 if hvd.rank() < hvd.size() - 1 else waiting
-        self._last = auto.Step(whole, wait * whole, 0.9 * whole)
+        self._last = auto.Times(whole, wait * whole, 0.9 * whole)
 
     named = parameters(torch.float32)
     optimizer = distributed(named, hvd.Compression.auto(sample_steps=5, **options))
-    real, auto.ChoosingReducer._wait_for = auto.ChoosingReducer._wait_for, wait_for
+    real, auto.Chosen.after_wait = auto.Chosen.after_wait, after_wait
     try:
         used = []
         for step in range(steps):
@@ -438,7 +439,7 @@ def auto_trained(
                     warnings.simplefilter("error")
                     optimizer.note_loss(loss(step))
     finally:
-        auto.ChoosingReducer._wait_for = real
+        auto.Chosen.after_wait = real
     assert len(set(hvd.allgather_object(str(used)))) == 1
     return used, optimizer
 
@@ -467,8 +468,8 @@ def case_auto_leaves_alone_what_does_not_wait():
     used, optimizer = auto_trained({}, 0.01, 12)
     assert set(used) == {"none"}
     reducer = optimizer._reducer
-    assert reducer._program is None
-    assert all(gradient.group is None for _, gradient in reducer._gradients.values())
+    assert reducer.grouping._program is None
+    assert not any(gradient.route.together for _, gradient in reducer._gradients.values())
     used, _ = auto_trained({"none": 1.0, "int8": 0.99, "powersgd": 2.0}, 0.5, 35)
     assert set(used[8:20]) == {"int8", "powersgd"}
     assert used[-1] == "none"
@@ -500,7 +501,7 @@ def case_auto_with_an_engine_that_starts_anew():
     hvd.shutdown()
     hvd.init()
     if hvd.size() > 1:
-        assert optimizer._reducer._program is not None
+        assert optimizer._reducer.grouping._program is not None
 
 
 def case_auto_tells_what_it_does():

@@ -22,36 +22,35 @@ import torch
 from hororing._engine import timeline
 from hororing._requests.persistent import ASK, SENT
 from hororing.torch._optimizer.distributed import Distributed
-from hororing.torch._optimizer.gradient import Gradient, hookable, unexpected_pass
-from hororing.torch._optimizer.passes import collect
-from hororing.torch._optimizer.reducer import Reducer
+from hororing.torch._optimizer.following import Following
+from hororing.torch._optimizer.gradient import Gradient
+from hororing.torch._optimizer.step import collect, unexpected_pass
 
 
 class _Delta(Gradient):
     """The change of one parameter. Its hook only counts backward passes."""
 
     __slots__ = ("live", "passed")
-    reducer: _DeltaReducer
 
-    def __init__(self, name: str, param: torch.Tensor, reducer: Reducer) -> None:
-        super().__init__(name, param, reducer)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         # Has ever needed a gradient. Later a step may change it also while it is frozen: an old
         # gradient, weight decay, momentum.
         self.live = False
-        self.passed = 0  # the reducer's number of the latest pass that had it
+        self.passed = 0  # the number of the latest pass that had it
 
     def on_gradient(self, param: torch.Tensor) -> None:
         """Note a backward pass, once, however many reentrant checkpoints use the parameter."""
-        if self.reducer.thread != get_ident():
-            self.reducer.note_task(self.name)
-        if self.passed == self.reducer.begun:
+        step = self.step
+        if step.thread != get_ident():
+            step.note_task(self.name)
+        if self.passed == step.begun:
             return
-        self.passed = self.reducer.begun
-        passes = self.reducer.passes
-        if self.seen >= passes:
-            raise unexpected_pass(self.name, passes, "belong to a step that was not taken")
+        self.passed = step.begun
+        if self.seen >= step.passes:
+            raise unexpected_pass(self.name, step.passes, "belong to a step that was not taken")
         self.seen += 1
-        self.state = SENT if self.seen == passes else ASK
+        self.state = SENT if self.seen == step.passes else ASK
 
     def reset(self) -> None:
         """Prepare for the next step."""
@@ -62,39 +61,26 @@ class _Delta(Gradient):
 _Before = deque[tuple[torch.Tensor, _Delta, torch.Tensor]]
 
 
-class _DeltaReducer(Reducer):
+class Deltas(Following):
+    """The changes of the parameters of one optimizer."""
+
     gradient_type = _Delta
-    begun = 0  # backward passes
 
-    def begin_pass(self, name: str) -> None:
-        """Number the pass."""
-        self.begun += 1
+    synchronized = True  # gradients stay those of this rank, and `step()` waits for the changes
 
-    def pass_ended(self) -> None:
-        """Do nothing: `step()` reduces."""
-
-    def pass_failed(self) -> None:
-        """Do nothing: nothing is in flight."""
-
-    def arrange(self) -> None:
-        """Count the passes of all parameters: other optimizers do not share changes."""
-        self._followed = []
-        for key, (param, gradient) in self._gradients.items():
-            if not self._has(key):
-                gradient.unhook()
-            elif gradient.hook is None and hookable(param):
-                self._hook(param, gradient)
+    def synchronize(self) -> None:
+        """Do nothing."""
 
     def copies(self) -> _Before:
         """Return copies of the parameters, each with the object for its change."""
-        self.tracing = timeline.enabled()
+        self.step.tracing = timeline.enabled()
         before: _Before = deque()
         entries = self.follow()
         if self.check.is_due:
-            self.check.send(self, self._failures)
-        self.check.receive(self._failures, self.abandon)
-        if self._failures:
-            raise self._failures.pop()
+            self.check.send(self, self.step.failures)
+        self.check.receive(self.step.failures, self.abandon)
+        if self.step.failures:
+            raise self.step.failures.pop()
         for param, delta in entries:
             assert isinstance(delta, _Delta)
             delta.live |= param.requires_grad
@@ -115,15 +101,15 @@ class _DeltaReducer(Reducer):
                 delta.note_stream()
                 delta.send(change)
                 changed.append((param, delta))
-        for group in self._groups:
+        for group in self.grouping.groups:
             with collect(failures):
-                group.flush(self.options)
+                group.flush()
         reduced = []
         for param, delta in changed:
             with collect(failures):
                 reduced.append((param, delta.wait()))
                 delta.reset()
-        self.pending.clear()
+        self.step.pending.clear()
         self.reductions += 1
         if failures:
             raise failures[0]
@@ -134,15 +120,15 @@ class _DeltaReducer(Reducer):
 class DeltaDistributed(Distributed):
     """The mixin of optimizers with op=Adasum, if there are several ranks."""
 
-    _reducer_type = _DeltaReducer
+    _reducer_type = Deltas
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Take the wrapped optimizer's step on this rank, and combine the changes of all ranks.
 
         The loss of `closure` is that of this rank.
         """
-        reducer = self._reducer
-        assert isinstance(reducer, _DeltaReducer)
+        deltas = self._reducer
+        assert isinstance(deltas, Deltas)
         self._opt_called = True  # learning rate schedulers check it
 
         def counted() -> Any:
@@ -150,25 +136,19 @@ class DeltaDistributed(Distributed):
             assert closure is not None
             return closure()
 
-        before = reducer.copies()
+        before = deltas.copies()
         # Without torch's hooks, which run around this method.
         local: Any = super(Distributed, type(self)).step
         local = local.__wrapped__ if getattr(local, "hooked", False) else local
         result = local(self, *([] if closure is None else [counted]), **kwargs)
         try:
-            reducer.reduce(before)
+            deltas.reduce(before)
         finally:
             self._start_over()
         return result
 
-    def synchronize(self) -> None:
-        """Do nothing: gradients stay those of this rank, and `step()` waits for the changes."""
-
     def _reduce(self) -> None:
         """Do nothing: `step()` reduces the changes."""
-
-    def _check_nothing_in_flight(self, what: str) -> None:
-        """Do nothing: that is so but in `step()`."""
 
     def skip_synchronize(self) -> NoReturn:
         """Raise AssertionError: there is no step without a reduction."""

@@ -33,10 +33,9 @@ from hororing._engine import membership
 from hororing._engine import statistics as engine_statistics
 from hororing._requests import arguments
 from hororing.torch._optimizer.bucket_planning import fit_cost, propose
-from hororing.torch._optimizer.distributed import Distributed
-from hororing.torch._optimizer.gradient import Gradient, unfrozen
-from hororing.torch._optimizer.reducer import Reducer
-from hororing.torch._optimizer.submission import BATCH_BYTES
+from hororing.torch._optimizer.gradient import Gradient
+from hororing.torch._optimizer.grouping import Grouping
+from hororing.torch._optimizer.step import BATCH_BYTES
 from hororing.torch._tensor.uncompiled import leave_uncompiled
 from hororing.torch._tensor.verbs import verbs
 from hororing.torch.ops import synchronize
@@ -50,11 +49,11 @@ REPEATS: Final = 5
 clock = time.perf_counter
 
 
-class AutoReducer(Reducer):
-    """A reducer that finds its groups. Its `found` are the parameters of each."""
+class Measured(Grouping):
+    """Groups that are found by measuring the first steps."""
 
-    def __init__(self, *options: Any) -> None:
-        self.found: list[list[torch.Tensor]] = []
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._fired_s: dict[int, float] = {}  # when each hook fired last, by id(parameter)
         self._steps: deque[dict[int, float]] = deque(maxlen=MEASURED)  # times since the first hook
         self._left = SKIPPED + MEASURED
@@ -65,33 +64,33 @@ class AutoReducer(Reducer):
         self._timers: list[RemovableHandle] = []
         self._stop = weakref.finalize(self, _remove, self._timers)  # alive until groups are found
         self._stop.atexit = False
-        super().__init__(*options)
 
-    def _hook(self, param: torch.Tensor, gradient: Gradient) -> None:
+    def before_hook(self, param: torch.Tensor) -> None:
+        """Add a hook that notes the time: the one to come may send gradients."""
         if self._stop.alive:
             leave_uncompiled(_note)
             register: Any = param.register_post_accumulate_grad_hook  # torch declares no types
-            with unfrozen(param):
-                self._timers.append(register(partial(_note, self._fired_s, id(param))))
-        super()._hook(param, gradient)  # the last hook may send gradients
+            self._timers.append(register(partial(_note, self._fired_s, id(param))))
 
     def pass_ended(self) -> None:
         """Note when the gradients of a step's last pass were ready."""
-        if self.ended == self.passes and self._stop.alive and self._fired_s:
+        if self.step.ended == self.step.passes and self._stop.alive and self._fired_s:
             begin_s = min(self._fired_s.values())
             self._steps.append({key: at - begin_s for key, at in self._fired_s.items()})
             self._left = max(0, self._left - 1)
         self._fired_s.clear()
-        super().pass_ended()
 
-    def synchronize(self) -> None:
-        """Like any reducer; until groups are found, also vote on whether to find them now.
+    @property
+    def agrees(self) -> bool:
+        """Whether the vote of this step is over."""
+        return self._has_voted and not self._answers
 
-        The vote is in `step()`, because ranks may run backward of different optimizers.
-        """
+    def expect_agreement(self) -> None:
+        """Begin a vote, unless there was one in this step."""
         self._answers.update({} if self._has_voted else {"begun": (None, 0.0)})
-        if not super().synchronized:
-            super().synchronize()
+
+    def agree(self) -> None:
+        """Until groups are found, vote on whether to find them now."""
         if not self._answers:
             return
         try:
@@ -102,17 +101,12 @@ class AutoReducer(Reducer):
         self._has_voted = True
         self._answers.clear()
 
-    @property
-    def synchronized(self) -> bool:
-        """Whether gradients are reduced and the vote after them is over."""
-        return super().synchronized and self._has_voted and not self._answers
-
-    def restart(self, passes: int | None = None) -> None:
-        """Count backward passes from the beginning, after finishing an interrupted vote."""
-        if self._answers and super().synchronized:
-            self.synchronize()
+    def restart(self, *, reduced: bool) -> None:
+        """Begin a step, after finishing an interrupted vote."""
+        if self._answers and reduced:
+            self.expect_agreement()
+            self.agree()
         self._has_voted = not self._stop.alive
-        super().restart(passes)
 
     def _vote(self) -> None:
         ballot = torch.tensor([float(self._left == 0)], dtype=torch.float64, device="cpu")
@@ -122,7 +116,7 @@ class AutoReducer(Reducer):
 
     def _regroup(self) -> None:
         """Find groups and form them. All ranks call it at once."""
-        entries = list(self._gradients.values())
+        entries = list(self.gradients.values())
         times_s = [self._ready_s(*entry) for entry in entries]
         times_s += [self._fastest_s(SMALL_BYTES), self._fastest_s(LARGE_BYTES)]
         mine = torch.tensor(times_s, dtype=torch.float64, device="cpu")
@@ -136,10 +130,10 @@ class AutoReducer(Reducer):
             # This gradient completes the bucket: its hook sends it with all that wait.
             entries[bucket[-1]][1].share = BATCH_BYTES
         self.found = [[entries[i][0] for i in bucket] for bucket in buckets.values() if bucket[1:]]
-        self.form_groups(self.found)
+        self.form(self.found)
         sizes = {"groups": len(self.found), "gradients": sum(map(len, self.found))}
         predicted = {"before_s": float(plan[-2]), "after_s": float(plan[-1])}
-        engine_statistics.show("groups", self, self._prefix, {**sizes, **predicted})
+        engine_statistics.show("groups", self, self.prefix, {**sizes, **predicted})
         self._stop()
 
     def _ready_s(self, param: torch.Tensor, gradient: Gradient) -> float:
@@ -171,7 +165,7 @@ class AutoReducer(Reducer):
             found = propose(np.array(ready_s), np.array(sizes), cost)
             plan[:-2] = torch.from_numpy(found.buckets)
             plan[-2], plan[-1] = found.before_s, found.after_s
-        name = f"{self._prefix}.regroup"
+        name = f"{self.prefix}.regroup"
         return verbs.broadcast_async_(plan, members.ranks[0], name=name, process_set=members)
 
     def _wire_bytes(self, param: torch.Tensor) -> int:
@@ -182,7 +176,7 @@ class AutoReducer(Reducer):
 
     def _allreduce(self, tensor: torch.Tensor, op: int, what: str) -> int:
         members = self.options.process_set
-        name = f"{self._prefix}.groups.{what}"
+        name = f"{self.prefix}.groups.{what}"
         return verbs.allreduce_async_(tensor, name=name, op=op, process_set=members)
 
     def _once(self, what: str, start: Callable[[], int]) -> tuple[torch.Tensor, float]:
@@ -206,17 +200,6 @@ def _note(fired_s: dict[int, float], key: int, _: torch.Tensor) -> None:
 def _remove(timers: list[RemovableHandle]) -> None:
     for timer in timers:
         timer.remove()
-
-
-class AutoGrouped(Distributed):
-    """The mixin of optimizers with groups="auto"."""
-
-    _reducer_type = AutoReducer
-
-    @property
-    def _groups(self) -> list[list[torch.Tensor]] | None:
-        """The parameters of each group; None while there are none."""
-        return (isinstance(self._reducer, AutoReducer) and self._reducer.found) or None
 
 
 def check_auto_groups(groups: str, op: int) -> None:

@@ -17,12 +17,14 @@ import torch
 
 from hororing._adapters.optimizer_options import Reduction, checked_passes
 from hororing._requests import arguments
+from hororing._requests.compression import StatefulCompression
 from hororing._requests.process_sets import global_process_set
 from hororing.elastic.steps import Steps
-from hororing.torch._optimizer.gradient import describe_in_flight, process_set_changed
-from hororing.torch._optimizer.passes import Phase
-from hororing.torch._optimizer.reducer import Reducer
-from hororing.torch._optimizer.weights import checked_weight
+from hororing.torch._optimizer.following import Following
+from hororing.torch._optimizer.grouping import Grouping
+from hororing.torch._optimizer.reducer import Reducer, process_set_changed
+from hororing.torch._optimizer.step import describe_in_flight
+from hororing.torch._optimizer.weights import Weights, checked_weight
 from hororing.torch._tensor.verbs import verbs
 
 
@@ -35,14 +37,16 @@ class Settings(NamedTuple):
     prefix: str
     names: tuple[str, ...]  # by position
     groups: tuple[tuple[int, ...], ...]  # positions
+    grouping: type[Grouping] = Grouping
+    method: StatefulCompression | None = None  # of the grouping
 
 
 class Distributed(torch.optim.Optimizer):
     """The mixin of distributed optimizers."""
 
     _settings: Settings  # of the class, which serves one optimizer and its copies
-    _reducer_type: type[Reducer] = Reducer
-    _reducer: Reducer | None = None  # None if this rank reduces with no other rank
+    _reducer_type: type[Following] = Reducer
+    _reducer: Following | None = None  # None if this rank reduces with no other rank
     # The steps of its elastic state, if each step is a transaction of all ranks.
     _steps: Steps | None = None
     _ranks_differ = False  # ranks may have different parameters, and nothing is wrong
@@ -71,13 +75,10 @@ class Distributed(torch.optim.Optimizer):
 
     def _start_reducing(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         settings, params = self._current_settings(), parameters(self)
+        wanted = [[params[position] for position in group] for group in settings.groups]
+        grouping = settings.grouping(settings.options, settings.prefix, wanted, settings.method)
         self._reducer = self._reducer_type(
-            settings.options,
-            self.backward_passes_per_step,
-            self,
-            named,
-            settings.prefix,
-            [[params[position] for position in group] for group in settings.groups],
+            settings.options, self.backward_passes_per_step, self, named, settings.prefix, grouping
         )
         self._reducer.check.is_off = self._ranks_differ
         self._parameter_names = self._reducer.names
@@ -139,9 +140,10 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def _groups(self) -> list[list[torch.Tensor]] | None:
-        """The parameters of each group; None without groups."""
+        """The parameters of each group; None without groups, or while they are not found."""
         params = parameters(self)
-        return [[params[at] for at in group] for group in self._current_settings().groups] or None
+        wanted = [[params[at] for at in group] for group in self._current_settings().groups]
+        return wanted or (self._reducer.grouping.found if self._reducer is not None else []) or None
 
     # ---------------------------------------------------------------------------------------------
 
@@ -149,10 +151,17 @@ class Distributed(torch.optim.Optimizer):
     def agrees_on_steps(self) -> bool:
         """Whether a step changes parameters only when the gradients of all ranks are reduced.
 
-        Sub-classes also change parameters in other ways: they combine changes, or average.
+        Sub-classes also change parameters in other ways: they combine changes, or average. Other
+        groupings agree on something in steps.
         """
-        whole = self._settings.options.process_set is global_process_set
-        return whole and type(self).__bases__[0] is Distributed
+        settings = self._settings
+        whole = settings.options.process_set is global_process_set
+        plain = type(self).__bases__[0] is Distributed and settings.grouping is Grouping
+        return whole and plain
+
+    @property
+    def _pass_weights(self) -> Weights | None:
+        return None if self._reducer is None else self._reducer.step.weights
 
     @property
     def weight(self) -> float | None:
@@ -171,7 +180,7 @@ class Distributed(torch.optim.Optimizer):
         ------
         ValueError : the weight is negative or not finite, or the op is not Average.
         """
-        return None if self._reducer is None else self._reducer.weighing.weight
+        return None if self._pass_weights is None else self._pass_weights.weight
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
@@ -184,7 +193,7 @@ class Distributed(torch.optim.Optimizer):
         if self._reducer is not None:
             if (weight is None) != (self.weight is None):
                 self._check_nothing_in_flight(f"weight = {weight}")
-            self._reducer.weighing.set(weight, self._reducer)
+            self._reducer.set_weight(weight)
 
     def synchronize(self) -> None:
         """Reduce the gradients, unless `backward()` has done so.
@@ -234,21 +243,16 @@ class Distributed(torch.optim.Optimizer):
             self._reduce()
         else:
             self._check_nothing_in_flight("step() inside skip_synchronize()")
-            reducer = self._reducer
-            if reducer is not None and reducer.phase in (Phase.FILLING, Phase.FAILED):
-                raise AssertionError(
-                    "optimizer: step() inside skip_synchronize() with gradients of this rank "
-                    f"alone, after {reducer.ended} of {reducer.passes} backward passes; first call "
-                    "optimizer.synchronize(), which reduces them"
-                )
-        counts = self._reducer is None or not self._reducer.weighing.all_zero
+            if self._reducer is not None:
+                self._reducer.step.refuse_unsent("step() inside skip_synchronize()")
+        all_zero = self._pass_weights is not None and self._pass_weights.all_zero
         self._start_over()
-        if not counts:
+        if all_zero:
             return None
         if self._steps is None:
             return super().step(**kwargs)
         if self._steps.keeps_parameters and self._reducer is not None:
-            self._reducer.await_device()
+            self._reducer.step.await_device()
         return self._steps.take(functools.partial(super().step, **kwargs))
 
     def _step_with_closure(self, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -260,7 +264,7 @@ class Distributed(torch.optim.Optimizer):
         def reduced() -> Any:
             loss = closure()
             self._reduce()  # only for a rank without a backward pass: the others have reduced in it
-            if self._reducer is not None and self._reducer.weighing.all_zero:
+            if self._pass_weights is not None and self._pass_weights.all_zero:
                 raise ValueError("optimizer: step(closure) where the weights of all ranks are 0")
             return self._reduced_loss(loss)
 
@@ -274,7 +278,7 @@ class Distributed(torch.optim.Optimizer):
 
     def _reduced_loss(self, loss: Any) -> Any:
         name, op = f"{self._settings.prefix}.closure_loss", self._settings.options.op
-        weight = None if self._reducer is None else self._reducer.weighing.sent
+        weight = None if self._pass_weights is None else self._pass_weights.sent
         if isinstance(loss, float | int):
             number = torch.tensor(loss, dtype=torch.float64, device="cpu")
             return self._agree(number, name, op, weight).item()
@@ -293,7 +297,7 @@ class Distributed(torch.optim.Optimizer):
         self._check_nothing_in_flight("zero_grad()")
         self._start_over()
         if self._reducer is not None and self.weight is not None:
-            self._reducer.follow()  # as in Weighing.set
+            self._reducer.follow()  # as in `set_weight`
         super().zero_grad(*args, **kwargs)  # a class of the script's may take no argument
 
     def _check_nothing_in_flight(self, what: str) -> None:
@@ -318,6 +322,8 @@ class Distributed(torch.optim.Optimizer):
 
     def _note_scale(self, scale: torch.Tensor) -> None:
         """Note the scale of `torch.amp.GradScaler`, a tensor that it changes in place."""
+        if self._reducer is not None:
+            self._reducer.grouping.note_scale(scale)
 
     def _join_generation(self) -> None:
         """Prepare for new members, on all ranks. Nothing to do here.
@@ -325,11 +331,46 @@ class Distributed(torch.optim.Optimizer):
         `hororing.elastic.run` calls it on all ranks, before they receive the state.
         """
 
+    # What the grouping keeps in the state.
+
+    def _kept(self) -> Any:
+        return None if self._reducer is None else self._reducer.grouping.kept()
+
+    def _adopt(self, kept: Any) -> None:
+        if self._reducer is not None:
+            self._reducer.grouping.adopt(kept)
+
     def _before_state_is_read(self) -> None:
         """Update `state`, which is about to be saved or sent."""
+        if kept := self._kept():
+            self.state[self._settings.grouping.state_key] = kept  # type: ignore[index]
 
     def _after_state_is_replaced(self) -> None:
         """Adopt a `state` from another rank or a file."""
+        key: Any = self._settings.grouping.state_key
+        if key:
+            self._adopt(self.state.pop(key, {}))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the state, with what the grouping keeps on this rank: the rest of compression."""
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        if kept := self._kept():
+            state["state"][self._settings.grouping.state_key] = dict(kept)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Forget gradients in flight, then load."""
+        if self._reducer is not None:
+            self._reducer.abandon()
+        self._start_over()
+        key = self._settings.grouping.state_key
+        if not key:
+            super().load_state_dict(state_dict, *args, **kwargs)
+            return
+        held = dict(state_dict["state"])
+        kept = held.pop(key, {})
+        super().load_state_dict({**state_dict, "state": held}, *args, **kwargs)
+        self._adopt(copy.deepcopy(kept))  # it changes in place
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From now on, reduce gradients after every `passes` backward passes."""
@@ -337,7 +378,7 @@ class Distributed(torch.optim.Optimizer):
         type(self)._passes_of_copies = passes
         if self._reducer is not None:
             self._reducer.restart(passes)
-            self._reducer.weighing.set(self.weight, self._reducer)
+            self._reducer.set_weight(self.weight)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their gradients are reduced from now on."""
@@ -345,13 +386,6 @@ class Distributed(torch.optim.Optimizer):
         if self._reducer is not None:
             self._reducer.follow()
             self._parameter_names = self._reducer.names
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Forget gradients in flight, then load."""
-        if self._reducer is not None:
-            self._reducer.abandon()
-        self._start_over()
-        super().load_state_dict(*args, **kwargs)
 
 
 # torch wraps the `step` of every class to call its hooks. Ours calls a wrapped one already.

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
+from hororing._adapters.optimizer_options import Reduction
 from hororing._adapters.replica_check import ReplicaCheck
 from hororing.errors import DuplicateNameError
 from hororing.torch._optimizer.digests import digests
-from hororing.torch._optimizer.passes import collect
+from hororing.torch._optimizer.step import collect
 
 _REMEDY = (
     "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step, and "
@@ -23,22 +24,36 @@ _REMEDY = (
     "named_parameters=model.named_parameters(). HORORING_CHECK_PARAMETERS=0 turns this check off"
 )
 
-if TYPE_CHECKING:
-    from hororing.torch._optimizer.reducer import Reducer
 
-_living: WeakSet[Reducer] = WeakSet()
+class Reducing(Protocol):
+    """What is needed of an optimizer's reducer."""
+
+    options: Reduction
+    members: int
+    reductions: int
+    check: FirstReduction
+
+    @property
+    def reduced(self) -> dict[str, torch.Tensor]: ...
+
+    def follow(self) -> object: ...
+
+    def abandon(self) -> None: ...
+
+
+_living: WeakSet[Reducing] = WeakSet()
 
 
 class FirstReduction(ReplicaCheck):
     """The checks of one optimizer, of which `ReplicaCheck` repeats that of the parameters."""
 
-    def __init__(self, reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, reducer: Reducing, optimizer: torch.optim.Optimizer) -> None:
         super().__init__("DistributedOptimizer", reducer.options.process_set, _REMEDY)
         self.kind = type(optimizer)  # which it shares with its copies only
         self._is_first = True
         # The reducers that were there before, with the number of their reductions.
         self._before = WeakKeyDictionary({each: each.reductions for each in _living})
-        self._rival: Callable[[], Reducer | None] = lambda: None  # a newer one in use
+        self._rival: Callable[[], Reducing | None] = lambda: None  # a newer one in use
         _living.add(reducer)
 
     @property
@@ -46,7 +61,7 @@ class FirstReduction(ReplicaCheck):
         """See `ReplicaCheck`; also if a newer optimizer with the same names is used."""
         return super().is_due or self._rival() is not None
 
-    def send(self, reducer: Reducer, failures: list[Exception]) -> None:
+    def send(self, reducer: Reducing, failures: list[Exception]) -> None:
         """Check the names, and send digests of the parameters. REQUIRES: `is_due`."""
         reducer.follow()
         self._refuse_rivals(reducer)
@@ -56,7 +71,7 @@ class FirstReduction(ReplicaCheck):
             with collect(failures):
                 self.start(name, lambda: digests(named.items()))
 
-    def _refuse_rivals(self, reducer: Reducer) -> None:
+    def _refuse_rivals(self, reducer: Reducing) -> None:
         """Refuse another optimizer that has a name of this one, if both are in use.
 
         One that the script has only kept may come into use again later, and is refused then.
@@ -95,7 +110,7 @@ class FirstReduction(ReplicaCheck):
             failures.append(error)
 
 
-def _clash(reducer: Reducer, other: Reducer) -> str:
+def _clash(reducer: Reducing, other: Reducing) -> str:
     """Return a name that the two have for different parameters; "": none. Copies may have some."""
     if (
         other is reducer

@@ -14,9 +14,8 @@ relative to the mean.
 from __future__ import annotations
 
 import math
-import weakref
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -25,14 +24,8 @@ from hororing._requests import arguments
 from hororing._requests.handles import HOST
 from hororing._requests.persistent import PersistentAllreduce, new_weight, start_many
 from hororing._requests.process_sets import ProcessSet
-from hororing.torch._optimizer.gradient import unfrozen
-from hororing.torch._optimizer.passes import Phase
 from hororing.torch._tensor.adapter import DTYPES
 from hororing.torch._tensor.verbs import verbs
-
-if TYPE_CHECKING:
-    from hororing.torch._optimizer.gradient import Gradient
-    from hororing.torch._optimizer.reducer import Reducer
 
 
 def checked_weight(weight: Any, op: int) -> float | None:
@@ -49,8 +42,8 @@ def checked_weight(weight: Any, op: int) -> float | None:
     return number
 
 
-class Weighing:
-    """The weights of one reducer. `name` is the name of the request that sums them."""
+class Weights:
+    """The weights of one optimizer. `name` is the name of the request that sums them."""
 
     def __init__(self, name: str, members: ProcessSet, number_of_set: int) -> None:
         self.weight: float | None = None  # of later passes; None: all have the same weight
@@ -61,7 +54,7 @@ class Weighing:
         self._passes = 1  # number of passes for which hooks are set
         self._begun = False  # a pass of this step has begun
         self._ended = 0.0  # weight of the passes of this step that have ended
-        self._shares: tuple[float, float] | None = None  # of these and of this pass, from the 2nd
+        self._parts: tuple[float, float] | None = None  # of these and of this pass, from the 2nd
         self._weighed: set[int] = set()  # ids of the gradients' parameters, in this pass
         # Sums over ranks: the weights, the weights times `_small`, and how many ranks have one.
         self._total = torch.zeros(3, dtype=torch.float64, device="cpu")
@@ -78,51 +71,47 @@ class Weighing:
         """The weight of gradients that are sent now."""
         return None if self.weight is None else float(self.cell[0])
 
-    def set(self, weight: float | None, reducer: Reducer) -> None:
-        """Set the weight of later passes, or none. REQUIRES: no pass runs."""
+    @property
+    def weighs_passes(self) -> bool:
+        """Whether a gradient is a mean over several passes, for which `weigh` must be called."""
+        return self.weight is not None and self._passes > 1
+
+    def set(self, weight: float | None, passes: int, ended: int) -> bool:
+        """Set the weight of later passes, or none. REQUIRES: no pass runs.
+
+        Of `passes` per step, `ended` are over. Returns whether requests and hooks must follow.
+        """
         changes = (weight is None) != (self.weight is None)
-        if changes and reducer.ended and reducer.passes > 1:
+        if changes and ended and passes > 1:
             raise AssertionError(
                 f"optimizer: weight = {weight} after the first backward pass of a step, which had "
                 f"{'none' if self.weight is None else 'one'}; set it before the first one"
             )
-        changes = changes or self._passes != reducer.passes
-        self.weight, self._passes = weight, reducer.passes
+        changes = changes or self._passes != passes
+        self.weight, self._passes = weight, passes
         self.used |= weight is not None
-        if changes or weight is not None:
-            entries = reducer.follow()  # parameters that have thawed need hooks in the first pass
-            for param, gradient in entries if changes else ():
-                self.arrange(param, gradient)
-
-    def arrange(self, param: torch.Tensor, gradient: Gradient) -> None:
-        """Turn the weighing of a gradient on or off."""
-        gradient.weigh(None if self.weight is None else self.cell)
-        adds = self.weight is not None and self._passes > 1 and gradient.hook is not None
-        if adds and gradient.pre_hook is None:
-            before = partial(gradient.before_gradient, weakref.ref(param))
-            with unfrozen(param):
-                gradient.pre_hook = param.register_hook(before)  # type: ignore[no-untyped-call]
+        return changes
 
     def reset_passes(self) -> None:
         """Forget all passes."""
-        self._begun, self._ended, self._shares = False, 0.0, None
+        self._begun, self._ended, self._parts = False, 0.0, None
 
-    def begin_pass(self, reducer: Reducer) -> None:
+    def begin_pass(self, passes: int, ended: int, *, reduced: bool) -> None:
         """Add the weight of a pass to the weights of the step's earlier passes."""
         if self.weight is None:
             return
-        if reducer.passes == 1:
+        if passes == 1:
             self._begun, self.cell[0] = True, self.weight
             return
-        if reducer.phase is Phase.REDUCED:
+        if reduced:
             raise AssertionError(
                 "optimizer: a backward pass after the gradients were reduced, which have no weight "
                 "beside those of its backward_passes_per_step passes; call step() or zero_grad() "
                 "(of the optimizer, not of the model) first"
             )
         total = self._ended + self.weight
-        if reducer.ended:
-            self._shares = (self._ended / total, self.weight / total) if total else (0.0, 0.0)
+        if ended:
+            self._parts = (self._ended / total, self.weight / total) if total else (0.0, 0.0)
         self._begun, self.cell[0] = True, total
         self._weighed.clear()
 
@@ -139,25 +128,25 @@ class Weighing:
 
     def weigh(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
         """Return what this pass adds to `param.grad`, and scale the latter; None: `grad` itself."""
-        if self._shares is None:
+        if self._parts is None:
             return None
         self._scale(param)
-        return _times(grad, self._shares[1])
+        return _times(grad, self._parts[1])
 
-    def pass_ended(self, entries: list[tuple[torch.Tensor, Gradient]]) -> None:
+    def pass_ended(self, params: Iterable[torch.Tensor]) -> None:
         """Scale the gradients to which this pass has added nothing."""
         if self.weight is None:
             return
         self._ended = self.cell[0]
-        if self._shares is not None:
-            for param, _ in entries:
+        if self._parts is not None:
+            for param in params:
                 self._scale(param)
 
     @torch.no_grad()
     def _scale(self, param: torch.Tensor) -> None:
-        assert self._shares is not None
+        assert self._parts is not None
         if param.grad is not None and id(param) not in self._weighed:
-            param.grad.copy_(_times(param.grad, self._shares[0]))
+            param.grad.copy_(_times(param.grad, self._parts[0]))
         self._weighed.add(id(param))
 
     def send_total(self, *, always: bool = False) -> None:
@@ -193,7 +182,7 @@ class Weighing:
         return self._request.is_complete
 
     def wait_total(self) -> None:
-        """Wait for the sum, if it was started; `share` raises its error."""
+        """Wait for the sum, if it was started; `relative` raises its error."""
         if not self._request.handle:
             return
         try:
@@ -209,7 +198,7 @@ class Weighing:
         except Exception as error:
             self._problem = error
 
-    def share(self) -> float:
+    def relative(self) -> float:
         """Return this rank's weight, relative to the mean over ranks. REQUIRES: `wait_total`."""
         if self._problem is not None:
             raise self._problem

@@ -38,11 +38,13 @@ from hororing._engine import statistics as engine_statistics
 from hororing._engine.logs import logger
 from hororing._requests import arguments
 from hororing._requests.compression import StatefulCompression
-from hororing.torch._optimizer.reducer import Entry
+from hororing.torch._optimizer.distributed import Distributed
+from hororing.torch._optimizer.grouping import Entry
+from hororing.torch._optimizer.step import Step
 from hororing.torch._tensor.verbs import verbs
+from hororing.torch.compression.grouping import Compressed
 from hororing.torch.compression.int8 import Int8
 from hororing.torch.compression.method import Link, Method, Piece, Steps
-from hororing.torch.compression.optimizer import Compressed, CompressingReducer
 from hororing.torch.compression.powersgd import PowerSGD
 from hororing.torch.ops import synchronize
 
@@ -113,7 +115,7 @@ class Exact(Method):
         return piece.parts(total), [{} for _ in piece.given], torch.isfinite(total).all()
 
 
-class Step(NamedTuple):
+class Times(NamedTuple):
     """Seconds of one step, or their medians."""
 
     whole: float
@@ -121,20 +123,25 @@ class Step(NamedTuple):
     reducing: float  # from the first hook on
 
 
-class ChoosingReducer(CompressingReducer):
-    """A reducer that measures which buckets to compress."""
+class Chosen(Compressed):
+    """Buckets of which measurements choose those that are compressed."""
 
-    def __init__(self, auto: Auto, *given: Any) -> None:
-        self._auto = auto
-        self._choices: Choices = {0: Exact(of=auto)}
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        assert isinstance(self.method, Auto)
+        self._auto = self.method
+        self._choices: Choices = {0: Exact(of=self._auto)}
         self._program: Program | None = None
         self._handle = 0  # of the program's collective
         self._answer: Any = None
         self._advanced = False  # the program has seen this step
-        self._last = Step(0.0, 0.0, 0.0)
-        self._began_s = self._ended_s = clock()
+        self._last = Times(0.0, 0.0, 0.0)
+        self._ended_s = self._sent_s = clock()
         self._losses: list[float] = [0.0, 0.0]  # their sum and number since the last sample
-        super().__init__(None, *given)
+
+    def begin(self, step: Step, gradients: dict[int, Entry]) -> None:
+        """Start to measure."""
+        super().begin(step, gradients)
         self._start()
 
     def _start(self) -> None:
@@ -144,33 +151,32 @@ class ChoosingReducer(CompressingReducer):
         """Return how a part is compressed."""
         return self._choices.get(part)
 
-    def _release(self) -> None:
-        super()._release()
-        self._program = None  # it refers to this reducer
+    def release(self) -> None:
+        """Measure no more."""
+        super().release()
+        self._program = None  # it refers to this grouping
 
     def begin_anew(self) -> None:
         """Measure again: the ranks have changed."""
-        if self.release.alive:
-            self._choices = {0: Exact(of=self._auto)}
-            super().begin_anew()
-            self._start()
+        self._choices = {0: Exact(of=self._auto)}
+        super().begin_anew()
+        self._start()
 
     # -- measuring ------------------------------------------------------------------------------
 
-    def begin_pass(self, name: str) -> None:
-        """Note the time of the last pass's first gradient."""
-        super().begin_pass(name)
-        self._began_s = clock()
+    def before_wait(self) -> None:
+        """Note when all gradients of this rank are computed."""
+        if self._program is not None:
+            self.step.await_device()
+        self._sent_s = clock()
+        super().before_wait()
 
-    def _wait_for(self, entries: list[Entry]) -> None:
+    def after_wait(self) -> None:
+        """Note the times of the step."""
         if self._program is not None:
-            self.await_device()
-        sent_s = clock()
-        super()._wait_for(entries)
-        if self._program is not None:
-            self.await_device()
+            self.step.await_device()
         now_s = clock()
-        self._last = Step(now_s - self._ended_s, now_s - sent_s, now_s - self._began_s)
+        self._last = Times(now_s - self._ended_s, now_s - self._sent_s, now_s - self.step.began_s)
         self._ended_s = now_s
 
     def note_loss(self, loss: float) -> None:
@@ -180,18 +186,17 @@ class ChoosingReducer(CompressingReducer):
 
     # -- the program ----------------------------------------------------------------------------
 
-    def synchronize(self) -> None:
-        """Reduce, and continue the program. Called in `step()`, not in backward."""
-        if not super().synchronized:
-            super().synchronize()
-        if self._program is None or self._advanced:
+    def agree(self) -> None:
+        """Continue the program."""
+        program = self._program
+        if program is None or self._advanced:
             return
         try:
             while True:
                 if self._handle:  # kept by an interrupt
                     self._answer, self._handle = synchronize(self._handle), 0
                 answer, self._answer = self._answer, None
-                handle = self._program.send(answer)
+                handle = program.send(answer)
                 if handle is None:
                     break
                 self._handle = handle
@@ -203,21 +208,20 @@ class ChoosingReducer(CompressingReducer):
         self._advanced = True
 
     @property
-    def synchronized(self) -> bool:
-        """Whether gradients are reduced, and the program has continued."""
-        return super().synchronized and (self._advanced or self._program is None)
+    def agrees(self) -> bool:
+        """Whether the program has continued."""
+        return self._advanced or self._program is None
 
-    def restart(self, passes: int | None = None) -> None:
-        """Count backward passes from the beginning."""
+    def restart(self, *, reduced: bool) -> None:
+        """Let the program continue in the next step."""
         self._advanced = False
-        super().restart(passes)
 
     def _agree(self, values: list[float], op: int, what: str) -> int:
         """Start to combine numbers of all ranks."""
         members = self.options.process_set
         tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
         return verbs.allreduce_async_(
-            tensor, name=f"{self._prefix}.auto.{what}", op=op, process_set=members
+            tensor, name=f"{self.prefix}.auto.{what}", op=op, process_set=members
         )
 
     def _run(self) -> Program:
@@ -231,7 +235,7 @@ class ChoosingReducer(CompressingReducer):
             self._log(f"not used: a step waits {plain.waiting / plain.whole:.1%} for gradients")
             return
         seconds_per_byte = plain.reducing / max(
-            1, sum(param.nbytes for param, _ in self._gradients.values())
+            1, sum(param.nbytes for param, _ in self.gradients.values())
         )
         # The measured choices, with seconds of a step and the minimum cosine of their sums.
         found = [(plain.whole * (1 - MIN_GAIN), 1.0, Choices())]
@@ -255,9 +259,9 @@ class ChoosingReducer(CompressingReducer):
         self._log(f"steps of {whole:.4f} s instead of {plain.whole:.4f} s", cosine)
         yield from self._watch()
 
-    def _measure_plain(self, size: int) -> Generator[int | None, Any, Step]:
+    def _measure_plain(self, size: int) -> Generator[int | None, Any, Times]:
         """Measure until all ranks have done enough steps."""
-        steps: deque[Step] = deque(maxlen=MEASURED)
+        steps: deque[Times] = deque(maxlen=MEASURED)
         for count in itertools.count(1):
             steps.append(self._last)
             votes = yield self._agree([float(count >= SKIPPED + MEASURED)], arguments.Sum, "vote")
@@ -266,7 +270,7 @@ class ChoosingReducer(CompressingReducer):
             yield None
         whole, waiting, reducing = (statistics.median(each) for each in zip(*steps, strict=True))
         agreed = yield self._agree([whole, -waiting, -reducing], arguments.Max, "plain")
-        return Step(float(agreed[0]), -float(agreed[1]), -float(agreed[2]))
+        return Times(float(agreed[0]), -float(agreed[1]), -float(agreed[2]))
 
     def _try(
         self, choices: Choices, found: list[tuple[float, float, Choices]]
@@ -332,7 +336,7 @@ class ChoosingReducer(CompressingReducer):
 
     def _use(self, choices: Choices) -> None:
         self._choices = choices
-        self.form_groups(self.user_groups)
+        self.form(self.wanted)
         kept = {name for bucket in self.buckets.values() for name in bucket.names}
         for name in self.memory.contents.keys() - kept:
             del self.memory.contents[name]
@@ -341,24 +345,18 @@ class ChoosingReducer(CompressingReducer):
         counts: dict[str, Any] = {"none": len(self.parts) - len(self._choices)}
         for method in self._choices.values():
             counts[method.name] = counts.get(method.name, 0) + 1
-        engine_statistics.show(
-            "compression", self, self._prefix, {**counts, "least_cosine": cosine}
-        )
+        engine_statistics.show("compression", self, self.prefix, {**counts, "least_cosine": cosine})
         if self.options.process_set.rank() == 0:
             what = "Compression.auto of %s: %s; buckets: %s"
-            logger.log(level, what, self._prefix, why, counts)
+            logger.log(level, what, self.prefix, why, counts)
 
 
-class Choosing(Compressed):
-    """The mixin of distributed optimizers with Compression.auto."""
+def note_loss(optimizer: Distributed, loss: float | torch.Tensor) -> None:
+    """Report the loss of a step. If its means rise for two windows, nothing is compressed.
 
-    def note_loss(self, loss: float | torch.Tensor) -> None:
-        """Report the loss of a step. If its means rise for two windows, nothing is compressed.
-
-        A window has `sample_steps` steps; the mean includes the losses of all ranks. Blocks only
-        for a tensor on a device.
-        """
-        if isinstance(self._reducer, ChoosingReducer):
-            if isinstance(loss, torch.Tensor):
-                loss = loss.detach()
-            self._reducer.note_loss(float(loss))
+    A window has `sample_steps` steps; the mean includes the losses of all ranks. Blocks only for a
+    tensor on a device. A method of optimizers with Compression.auto.
+    """
+    grouping = optimizer._reducer.grouping if optimizer._reducer is not None else None
+    if isinstance(grouping, Chosen):
+        grouping.note_loss(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))

@@ -21,8 +21,8 @@ from hororing._adapters.optimizer_options import Reduction
 from hororing._requests.arguments import Average
 from hororing._requests.process_sets import ProcessSet
 from hororing.errors import MismatchError
-from hororing.torch._optimizer.submission import Group
-from hororing.torch._optimizer.weights import Weighing
+from hororing.torch._optimizer.routes import Group
+from hororing.torch._optimizer.weights import Weights
 from hororing.torch._tensor.verbs import verbs
 from hororing.torch.compression.hosts import Hosts
 from hororing.torch.compression.memory import Memory
@@ -35,9 +35,8 @@ _WEIGHTS: Final = -1  # the handle of a bucket that waits for the sum of weights
 class Driver:
     """The buckets of one optimizer that are in flight."""
 
-    weighing: Weighing  # of the reducer
-
-    def __init__(self) -> None:
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights  # of the optimizer
         self._active: list[Bucket] = []
         self._hosts: Hosts | None = None
         self._lock = threading.RLock()  # hooks may run on several threads
@@ -54,7 +53,7 @@ class Driver:
     def send_weight(self) -> None:
         """Start the sum of the ranks' weights, unless it has been started."""
         with self._lock:
-            self.weighing.send_total(always=True)
+            self.weights.send_total(always=True)
 
     def finish(self) -> None:
         """Wait for all buckets. Does not raise errors of reductions: `Bucket.finish` does."""
@@ -64,11 +63,11 @@ class Driver:
                     self._resume(bucket)
 
     def _is_complete(self, handle: int) -> bool:
-        return self.weighing.total_is_known if handle == _WEIGHTS else poll(handle)
+        return self.weights.total_is_known if handle == _WEIGHTS else poll(handle)
 
     def wait(self, handle: int) -> Any:
         """Wait for a bucket's collective, or for the sum of weights; return the result."""
-        return self.weighing.wait_total() if handle == _WEIGHTS else synchronize(handle)
+        return self.weights.wait_total() if handle == _WEIGHTS else synchronize(handle)
 
     def hosts(self, process_set: ProcessSet) -> Hosts:
         """Return the hosts of the set, the same object for all buckets."""
@@ -95,10 +94,10 @@ class Bucket(Group):
     """Some gradients of one type, on one device. `Group` describes the interface."""
 
     def __init__(
-        self, name: str, params: Sequence[tuple[str, torch.Tensor]], method: Method,
-        memory: Memory, driver: Driver,
+        self, name: str, options: Reduction, params: Sequence[tuple[str, torch.Tensor]],
+        method: Method, memory: Memory, driver: Driver,
     ) -> None:  # fmt: skip
-        super().__init__(name, len(params))
+        super().__init__(name, len(params), options)
         self._method, self._memory, self._driver = method, memory, driver
         self.names = [name for name, _ in params]
         unit = method.multiple
@@ -123,7 +122,7 @@ class Bucket(Group):
             self._driver.send_weight()
         super().add(*given)
 
-    def _submit(self, options: Reduction, weight: float | None = None) -> None:
+    def _submit(self, weight: float | None = None) -> None:
         order = sorted(self._waiting)
         tensors, streams = zip(*(self._waiting[position] for position in order), strict=True)
         self._waiting = {}
@@ -133,7 +132,7 @@ class Bucket(Group):
             external: Any = torch.cuda.ExternalStream  # torch declares no types
             for stream in {*streams} - {self._stream.cuda_stream}:
                 self._stream.wait_stream(external(stream, self._device))
-        self._steps = self._reduce(order, tensors, options)
+        self._steps = self._reduce(order, tensors)
         self._driver.start(self)
 
     def resume(self) -> bool:
@@ -196,36 +195,36 @@ class Bucket(Group):
         return torch.empty(sum(lengths), dtype=self._dtype, device=self._device)
 
     def _reduce(
-        self, order: Sequence[int], given: Sequence[torch.Tensor], options: Reduction
+        self, order: Sequence[int], given: Sequence[torch.Tensor]
     ) -> Generator[int, Any, None]:
-        process_set = options.process_set
+        process_set = self._options.process_set
         if not self._agreed:
-            yield from self._agree(order, given, options)
-        weighing = self._driver.weighing
+            yield from self._agree(order, given)
+        weights = self._driver.weights
         self._driver.send_weight()
-        if not weighing.total_is_known:
+        if not weights.total_is_known:
             yield _WEIGHTS
-        weighing.wait_total()
-        share, ranks = weighing.share(), len(process_set.ranks)
-        if weighing.all_zero:
+        weights.wait_total()
+        weight, ranks = weights.relative(), len(process_set.ranks)
+        if weights.all_zero:
             self._results = {at: torch.zeros_like(each) for at, each in self._results.items()}
             return
         if ranks == 1:  # it has a weight; otherwise nothing is reduced
             return
-        divisor = ranks if options.op == Average else 1
+        divisor = ranks if self._options.op == Average else 1
         reduce = self._reduce_by_hosts if self._method.scope == "hosts" else self._compress
-        results = yield from reduce(order, given, process_set, divisor, share)
+        results = yield from reduce(order, given, process_set, divisor, weight)
         self._results = dict(zip(order, results, strict=True))
 
     def _agree(
-        self, order: Sequence[int], given: Sequence[torch.Tensor], options: Reduction
+        self, order: Sequence[int], given: Sequence[torch.Tensor]
     ) -> Generator[int, Any, None]:
         """Check that all ranks compress these gradients in the same way. MismatchError if not.
 
         The request has the name of the first gradient, so it also fails if another rank sends them
         one by one. That rank waits for all of them, so this rank then sends the others, too.
         """
-        names, process_set = [self.names[position] for position in order], options.process_set
+        names, process_set = [self.names[position] for position in order], self._options.process_set
         mine = "\n".join(
             [str(self._method)]
             + [
@@ -251,19 +250,19 @@ class Bucket(Group):
             for name, gradient in zip(names[1:], given[1:], strict=True):
                 with contextlib.suppress(MismatchError):
                     yield verbs.allreduce_async_(
-                        gradient, name=name, op=options.op, process_set=process_set
+                        gradient, name=name, op=self._options.op, process_set=process_set
                     )
             raise MismatchError(f"{why}; pass all ranks the same compression and groups")
 
     def _reduce_by_hosts(
         self, order: Sequence[int], given: Sequence[torch.Tensor], process_set: ProcessSet,
-        divisor: int, share: float,
+        divisor: int, weight: float,
     ) -> Generator[int, Any, list[torch.Tensor]]:  # fmt: skip
         hosts = self._driver.hosts(process_set)
         lengths = [self._lengths[position] for position in order]
         total = self._vector(lengths).zero_()
         for part, gradient in zip(parts_of(total, lengths, given), given, strict=True):
-            _fill(part, gradient, share)
+            _fill(part, gradient, weight)
         inside, failure = hosts.inside(), None
         if inside is not None:
             total = yield Link(f"{self._name}.host", inside).sum(total, "sum")
@@ -288,9 +287,9 @@ class Bucket(Group):
 
     def _compress(
         self, order: Sequence[int], given: Sequence[torch.Tensor], process_set: ProcessSet,
-        divisor: int, share: float,
+        divisor: int, weight: float,
     ) -> Generator[int, Any, list[torch.Tensor]]:  # fmt: skip
-        piece = self._piece(order, given, divisor, share)
+        piece = self._piece(order, given, divisor, weight)
         link = Link(self._name, process_set)
         exact = piece.flat.clone() if self.samples else None
         results, kept, finite = yield from self._method.reduce(piece, link)
@@ -301,9 +300,9 @@ class Bucket(Group):
         return results
 
     def _piece(
-        self, order: Sequence[int], given: Sequence[torch.Tensor], divisor: int, share: float
+        self, order: Sequence[int], given: Sequence[torch.Tensor], divisor: int, weight: float
     ) -> Piece:
-        """Return the sum of errors and of gradients times `share`."""
+        """Return the sum of errors and of gradients times `weight`."""
         names = [self.names[position] for position in order]
         lengths = [self._lengths[position] for position in order]
         kept = [self._memory.contents.get(name, {}) for name in names]
@@ -316,13 +315,13 @@ class Bucket(Group):
             whole[gradient.numel() :] = 0
             error = held.get("error")
             if error is None or error.shape != part.shape:
-                _fill(part, gradient, share)
+                _fill(part, gradient, weight)
                 continue
             held["error"] = error = error.to(part.device, part.dtype)
             if factor is not None:
                 error.mul_(factor.to(error.device))
-            if share:
-                torch.add(error, gradient, alpha=share, out=part)
+            if weight:
+                torch.add(error, gradient, alpha=weight, out=part)
             else:  # the gradient may be infinite or NaN
                 part.copy_(error)
         return piece
@@ -347,12 +346,12 @@ class Bucket(Group):
             self._flat, self._spare = piece.flat, self._flat
 
 
-def _fill(part: torch.Tensor, gradient: torch.Tensor, share: float) -> None:
-    """Set `part` to gradient * share; 0 times anything is 0."""
-    if share == 0:
+def _fill(part: torch.Tensor, gradient: torch.Tensor, weight: float) -> None:
+    """Set `part` to gradient * weight; 0 times anything is 0."""
+    if weight == 0:
         part.zero_()
     else:
-        part.copy_(gradient).mul_(share)
+        part.copy_(gradient).mul_(weight)
 
 
 def _cosine(exact: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
