@@ -8,12 +8,12 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= $(shell nproc)
 BIN := $(CURDIR)/$(VENV)/bin
-SOURCES := hororing tools packaging setup.py tests/python examples benchmarks
+SOURCES := hororing tools packaging setup.py tests examples benchmarks
 
 # Tests of `make test-tensorflow TF=2.19.1`, and their environment.
 TF ?= 2.19.1
 OTHER := $(CURDIR)/build/tensorflow-$(TF)
-TENSORFLOW_TESTS := $(wildcard tests/python/test_tensorflow_*.py)
+TENSORFLOW_TESTS := $(wildcard tests/python/tensorflow/test_tensorflow_*.py)
 
 # The environment of `make lint`.
 LINT := $(CURDIR)/build/lint
@@ -96,10 +96,10 @@ test-tensorflow: build $(OTHER)/.ready  ## Python tests of TensorFlow's adapter 
 	PATH="$(OTHER)/bin:$$PATH" $(OTHER)/bin/python -m pytest -k tensorflow $(TENSORFLOW_TESTS)
 
 soak: build  ## random schedules of collectives, then jobs with injected failures: 10 minutes each
-	python tests/python/schedules.py --ranks 4 --minutes 10
-	python tests/python/chaos.py --minutes 10
-	python tests/python/nemesis.py --minutes 10
-	if bash tests/hosts.sh --check; then python tests/python/nemesis.py --minutes 10 --hosts 3; fi
+	python tests/python/support/schedules.py --ranks 4 --minutes 10
+	python tests/python/support/chaos.py --minutes 10
+	python tests/python/support/nemesis.py --minutes 10
+	if bash tests/hosts.sh --check; then python tests/python/support/nemesis.py --minutes 10 --hosts 3; fi
 
 # mypy without the frameworks' types; `make typecheck` has them, and is stricter.
 lint: $(LINT)/.ready  ## style, types and prose: an environment of its own, without frameworks or a build
@@ -149,7 +149,7 @@ bench-horovod: build  ## Horovod, built from its sdist into build/horovod
 	$(BIN)/pip install --quiet cffi cloudpickle packaging psutil pyyaml
 	$(BIN)/python tools/build_horovod.py $(HOROVOD) $(JOBS)
 
-# The viewer's picture needs Chromium, and npm the first time (tests/python/timeline_viewer.py).
+# The viewer's picture needs Chromium, and npm the first time (tests/python/support/timeline_viewer.py).
 pictures: build  ## all pictures of the pages, drawn again from committed results
 	python benchmarks/plots.py
 	python benchmarks/stragglers.py show

@@ -10,8 +10,8 @@ Each variant runs in its own job, so that none profits from what another has loa
 The figures count anonymous and shared memory after three backward passes and their reductions.
 Memory that ranks share counts once over all of them. Pages of files do not count: they are
 libraries, which other processes use, too. `constant_MiB` is the memory for imports and
-initialization, including MPI's; `total_MiB` includes it. tests/python/test_torch_memory.py compares
-the variants.
+initialization, including MPI's; `total_MiB` includes it. tests/python/torch/test_torch_memory.py
+compares the variants.
 """
 
 from __future__ import annotations

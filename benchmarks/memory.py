@@ -4,7 +4,7 @@
 
 Reads the proportional set size (shared pages count once over all ranks) before init, after init,
 and after summing 256 MB of gradients in 200 tensors, fused and one by one. The promise is at most
-twice the fusion buffer (64 MiB) plus 32 MiB; tests/python/test_memory.py checks it, and
+twice the fusion buffer (64 MiB) plus 32 MiB; tests/python/core/test_memory.py checks it, and
 test_torch_memory.py compares training with DDP. In a process that has initialized hororing before,
 init takes less. Horovod, if installed, runs after hororing: its figures are what it adds.
 """

@@ -4,7 +4,7 @@
     python benchmarks/timeline_plot.py                           # docs/timeline*.png
 
 timeline.png is drawn here and shows the second step. timeline-viewer.png is a picture of Chrome's
-trace viewer (chrome://tracing; tests/python/timeline_viewer.py finds its parts).
+trace viewer (chrome://tracing; tests/python/support/timeline_viewer.py finds its parts).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The C interface of the core (csrc/capi/hororing.h), as cffi compiles it: `ffi` and `lib`.
 
 Integers of any C type are int; pointers and structs are cffi objects, for which there are no
-types. tests/python/test_packaging.py compares the names with the module.
+types. tests/python/project/test_packaging.py compares the names with the module.
 """
 
 from typing import Any, Final

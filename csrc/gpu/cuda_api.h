@@ -3,7 +3,7 @@
 //
 // Names, numbers and signatures are those of cuda.h of CUDA 13.0. All have existed since CUDA 11.2,
 // and the driver keeps them (a symbol with a version suffix never changes; newer ones are added).
-// tests/python/test_gpu_declarations.py compares them with the real header, if present.
+// tests/python/core/test_gpu_declarations.py compares them with the real header, if present.
 #pragma once
 
 #include <cstddef>
