@@ -47,6 +47,9 @@ class StageSpan {
   const TimeNs begin_ns_;
 };
 
+// kInternal if the sizes that an all-gather has agreed on do not fit this rank's tensor.
+Status CheckGather(const BatchEntry& entry, size_t size, size_t rank);
+
 // An allreduce or a reduce-scatter of one rank: only applies the factors.
 void ReduceAlone(const Batch& batch, TraceSink& trace);
 

@@ -7,7 +7,6 @@
 
 #include "backend/common.h"
 #include "backend/parts.h"
-#include "collective/collectives.h"
 #include "collective/segments.h"
 #include "kernels/copy.h"
 
@@ -56,13 +55,10 @@ Status HostBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
     case Collective::kBroadcast: return RunBroadcast(batch, deadline, trace);
     case Collective::kAlltoall: return RunAlltoall(batch, deadline, trace);
     case Collective::kReducescatter: return RunReducescatter(batch, deadline, trace);
-    case Collective::kBarrier:
-    case Collective::kJoin:
-    case Collective::kAddProcessSet:
-    case Collective::kRemoveProcessSet: break;
+    default:
+      return Status(Code::kInternal,
+                    std::string(Name(batch.kind)) + " is not an operation of backends");
   }
-  return Status(Code::kInternal,
-                std::string(Name(batch.kind)) + " is not an operation of backends");
 }
 
 // Moves a tensor to its output, where it is reduced.
@@ -228,10 +224,8 @@ Status HostBackend::RunReducescatter(const Batch& batch, TimeNs deadline, TraceS
 
 Status HostBackend::Fuse(size_t bytes, std::byte** buffer) {
   const size_t room = kSlack + (bytes <= kSlack ? 0 : RoundUp(bytes - kSlack, kGrowth));
-  *buffer = static_cast<std::byte*>(fusion_buffer_.Reserve(room));
-  if (*buffer != nullptr) return Status::Ok();
-  return Status(Code::kInternal, "no memory for a fusion buffer of " + std::to_string(room) +
-                                     " bytes; lower the fusion threshold");
+  return fusion_buffer_.Reserve(room, "lower the fusion threshold: no memory for a fusion buffer",
+                                buffer);
 }
 
 }  // namespace hororing

@@ -26,10 +26,7 @@ Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink&
   const size_t rank = static_cast<size_t>(transport_.rank());
   std::vector<size_t> bytes_per_rank(size, 0);
   for (const BatchEntry& entry : batch.entries) {
-    if (entry.receive_bytes.size() != size || entry.receive_bytes[rank] != entry.bytes()) {
-      return Status(Code::kInternal, "allgather of '" + entry.name +
-                                         "': the agreed sizes do not fit this rank's tensor");
-    }
+    HORORING_RETURN_IF_ERROR(CheckGather(entry, size, rank));
     for (size_t r = 0; r < size; ++r) bytes_per_rank[r] += entry.receive_bytes[r];
   }
   const size_t total = Sum(bytes_per_rank);

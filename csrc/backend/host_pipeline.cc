@@ -7,8 +7,6 @@
 #include "transport/polling.h"
 
 namespace hororing {
-namespace {
-
 // Time between two checks whether all ranks are alive.
 constexpr TimeNs kCheckInterval = 2 * kMillisecond;
 // The same for a rank whose last bytes may still be on the wire: a check moves them, too.
@@ -17,8 +15,6 @@ constexpr TimeNs kWireCheckInterval = 50 * kMicrosecond;
 constexpr TimeNs kLongestSleep = 5 * kMillisecond;
 // MPI rings no doorbell.
 constexpr TimeNs kLongestWireSleep = 100 * kMicrosecond;
-
-}  // namespace
 
 HostGroup::HostGroup(const Topology& topology, Members all) : members(std::move(all)) {
   std::vector<int> numbers(topology.hosts.size(), -1);  // of the job's hosts among the set's

@@ -32,10 +32,7 @@ Status SharedMemoryBackend::RunAllgather(const Batch& batch, TimeNs deadline, Tr
                own = static_cast<size_t>(set_.group.group_rank);
   std::vector<Channel> channels(size);
   for (const BatchEntry& entry : batch.entries) {
-    if (entry.receive_bytes.size() != size || entry.receive_bytes[own] != entry.bytes()) {
-      return Status(Code::kInternal, "allgather of '" + entry.name +
-                                         "': the agreed sizes do not fit this rank's tensor");
-    }
+    HORORING_RETURN_IF_ERROR(CheckGather(entry, size, own));
     std::byte* at = static_cast<std::byte*>(entry.output);
     for (size_t rank = 0; rank < size; ++rank) {
       const size_t bytes = entry.receive_bytes[rank];
@@ -70,12 +67,10 @@ Status SharedMemoryBackend::RunReducescatter(const Batch& batch, TimeNs deadline
                                              TraceSink& trace) {
   const ScatterPlan plan(set_, batch);
   if (plan.blocks == 0) return Status::Ok();
-  const size_t bytes = set_.geometry.depth * plan.scratch_bytes(batch.reduce());
-  std::byte* const memory = static_cast<std::byte*>(scratch_.Reserve(bytes));
-  if (memory == nullptr) {
-    return Status(Code::kInternal, "reduce-scatter between hosts: no memory for partial sums of " +
-                                       std::to_string(bytes) + " bytes");
-  }
+  std::byte* memory = nullptr;
+  HORORING_RETURN_IF_ERROR(
+      scratch_.Reserve(set_.geometry.depth * plan.scratch_bytes(batch.reduce()),
+                       "reduce-scatter between hosts: no memory for partial sums", &memory));
   return ScatterPipeline(set_, batch, plan, memory, deadline, trace).Run();
 }
 

@@ -214,11 +214,9 @@ Status Run(Transport& transport, const ReduceSpec& spec, void* data, size_t n,
   }
   const size_t room = RoundUp(half * sizeof(T), kCacheLine);
   const size_t scratch_bytes = room + (wide ? n * sizeof(T) : 0);
-  std::byte* memory = static_cast<std::byte*>(scratch.Reserve(scratch_bytes));
-  if (memory == nullptr) {
-    return Status(Code::kInternal, "Adasum: no memory for working data of " +
-                                       std::to_string(scratch_bytes) + " bytes");
-  }
+  std::byte* memory = nullptr;
+  HORORING_RETURN_IF_ERROR(
+      scratch.Reserve(scratch_bytes, "Adasum: no memory for working data", &memory));
   T* const work = wide ? reinterpret_cast<T*>(memory + room) : static_cast<T*>(data);
   StartPartial(spec, work, data, n);
   Adasum<T> adasum(transport, tensors, work, reinterpret_cast<T*>(memory), deadline);

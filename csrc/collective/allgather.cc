@@ -30,12 +30,8 @@
 #include "kernels/copy.h"
 
 namespace hororing {
-namespace {
-
 // Receives posted in advance: each has its own place, so it costs only a request.
 constexpr size_t kAhead = 16;
-
-}  // namespace
 
 Status GatherChunks(Transport& transport, std::byte* data, const std::vector<Span>& chunks,
                     const GatherOptions& options, TimeNs deadline) {

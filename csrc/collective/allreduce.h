@@ -37,9 +37,10 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  // Returns at least `bytes`, 64-byte aligned, with undefined contents; null if memory is short.
-  // Growing invalidates earlier pointers.
-  void* Reserve(size_t bytes);
+  // Provides at least `bytes`, 64-byte aligned, with undefined contents. Growing invalidates
+  // earlier pointers. If memory is short: kInternal, whose text is `lacking`, such as "no memory
+  // for sums", and the size.
+  Status Reserve(size_t bytes, const char* lacking, std::byte** memory);
   size_t bytes() const { return bytes_; }
 
  private:

@@ -150,14 +150,10 @@ Status RankOrderReduceScatter(Transport& transport, const ScatterBuffer& buffer,
   const size_t segment =
       std::min(RoundBytes(largest, size, depth, segment_bytes) / unit * unit, largest);
   const size_t scratch_bytes = depth * static_cast<size_t>(size - 1) * segment;
-  void* memory = scratch.Reserve(scratch_bytes);
-  if (memory == nullptr) {
-    return Status(Code::kInternal, "rank-order reduce-scatter: no memory for receive buffers of " +
-                                       std::to_string(scratch_bytes) + " bytes");
-  }
-  return Exchange(transport, buffer, parts, segment, depth, static_cast<std::byte*>(memory),
-                  deadline)
-      .Run();
+  std::byte* memory = nullptr;
+  HORORING_RETURN_IF_ERROR(scratch.Reserve(
+      scratch_bytes, "rank-order reduce-scatter: no memory for receive buffers", &memory));
+  return Exchange(transport, buffer, parts, segment, depth, memory, deadline).Run();
 }
 
 }  // namespace hororing

@@ -157,13 +157,10 @@ Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& 
   const size_t largest = LargestSize(chunks);
   const size_t bytes = SegmentBytes(largest, segment_bytes);
   const size_t segment = std::clamp(bytes / unit * unit, unit, largest);
-  const size_t scratch_bytes = kAhead * segment;
-  void* memory = scratch.Reserve(scratch_bytes);
-  if (memory == nullptr) {
-    return Status(Code::kInternal, "ring allreduce: no memory for a receive buffer of " +
-                                       std::to_string(scratch_bytes) + " bytes");
-  }
-  return Ring(transport, buffer, chunks, segment, static_cast<std::byte*>(memory), deadline).Run();
+  std::byte* memory = nullptr;
+  HORORING_RETURN_IF_ERROR(
+      scratch.Reserve(kAhead * segment, "ring allreduce: no memory for a receive buffer", &memory));
+  return Ring(transport, buffer, chunks, segment, memory, deadline).Run();
 }
 
 }  // namespace hororing

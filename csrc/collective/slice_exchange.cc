@@ -42,11 +42,8 @@ SliceExchange::SliceExchange(Transport& wire, Plan plan, TimeNs deadline)
 Status SliceExchange::Reserve(Scratch& scratch) {
   const size_t bytes =
       plan_.depth * (partial_room_ + static_cast<size_t>(hosts() - 1) * arrival_room_);
-  partials_ = static_cast<std::byte*>(scratch.Reserve(bytes));
-  if (partials_ == nullptr) {
-    return Status(Code::kInternal, "allreduce between hosts: no memory for partial sums of " +
-                                       std::to_string(bytes) + " bytes");
-  }
+  HORORING_RETURN_IF_ERROR(
+      scratch.Reserve(bytes, "allreduce between hosts: no memory for partial sums", &partials_));
   arrivals_ = partials_ + plan_.depth * partial_room_;
   return Status::Ok();
 }

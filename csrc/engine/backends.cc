@@ -1,6 +1,5 @@
 #include "engine/backends.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "backend/host_backend.h"

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
-#include <future>
 #include <utility>
 
 #include "base/arithmetic.h"

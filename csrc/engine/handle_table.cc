@@ -1,7 +1,6 @@
 #include "engine/handle_table.h"
 
 #include <chrono>
-#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <string>

@@ -4,7 +4,6 @@
 // exchange ensures both, because a rank's signature contains its whole request. If the signatures
 // differ, every rank sees that and submits the request as usual, and the coordinator reports the
 // error.
-#include <algorithm>
 #include <array>
 #include <mutex>
 
@@ -15,12 +14,8 @@
 #include "negotiation/codec.h"
 
 namespace hororing {
-namespace {
-
 // Every rank reads all payloads. Above this size, reducing in slices is faster.
 constexpr size_t kMaxRead = 64 << 10;
-
-}  // namespace
 
 bool Engine::AllreduceOneShot(const TensorEntry& entry, int64_t* handle) {
   const Request& request = entry.request;

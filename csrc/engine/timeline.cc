@@ -7,12 +7,8 @@
 #include "negotiation/codec.h"
 
 namespace hororing {
-namespace {
-
 constexpr TimeNs kShipInterval = 200 * kMillisecond;
 constexpr std::ptrdiff_t kEventsPerMessage = 2000;  // about 100 KB: too little to stall a pipe
-
-}  // namespace
 
 Timeline::Timeline(Transport& transport, const Topology& topology,
                    std::vector<TimeNs> clock_offsets, TraceSink& sink)

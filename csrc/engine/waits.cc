@@ -9,12 +9,8 @@
 #include "engine/loop.h"
 
 namespace hororing {
-namespace {
-
 // How long a caller sleeps before it checks the loop.
 constexpr TimeNs kCheckInterval = 500 * kMillisecond;
-
-}  // namespace
 
 // Blocks the caller until `wait` returns another state than kPending, after sleeping at most for
 // the given time.

@@ -9,16 +9,12 @@
 #include "engine/loop.h"
 
 namespace hororing {
-namespace {
-
 // A call that should return at once never takes this long, however busy the machine is.
 constexpr TimeNs kLongestCall = 30 * kSecond;
 // The limit for a call during which a neighbour died, or the store said that a rank is lost: after
 // that it never returns.
 constexpr TimeNs kLongestAfterDeath = 2 * kSecond;
 constexpr TimeNs kWatchInterval = 500 * kMillisecond;
-
-}  // namespace
 
 void Engine::CheckLoop() {
   const TimeNs lasts = calls_.Elapsed(NowNs());

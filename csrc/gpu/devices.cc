@@ -49,12 +49,8 @@ std::shared_ptr<Device> Devices::opened() {
 }
 
 Status Devices::Use(int ordinal, std::shared_ptr<Device>* device) {
-  std::shared_ptr<Device> one = opened();
-  if (one == nullptr) {
-    const std::unique_lock<std::mutex> opening = LockOpening();
-    if (opened() == nullptr) HORORING_RETURN_IF_ERROR(Open(ordinal));
-    one = opened();
-  }
+  std::shared_ptr<Device> one;
+  HORORING_RETURN_IF_ERROR(UseOr(ordinal, &one));
   if (one->ordinal() != ordinal) {
     return Status(Code::kInvalidArgument,
                   "the tensor is on CUDA device " + std::to_string(ordinal) +
@@ -67,11 +63,11 @@ Status Devices::Use(int ordinal, std::shared_ptr<Device>* device) {
   return Status::Ok();
 }
 
-Status Devices::Any(std::shared_ptr<Device>* device) {
+Status Devices::UseOr(std::optional<int> ordinal, std::shared_ptr<Device>* device) {
   *device = opened();
   if (*device != nullptr) return Status::Ok();
   const std::unique_lock<std::mutex> opening = LockOpening();
-  if (opened() == nullptr) HORORING_RETURN_IF_ERROR(Open(std::nullopt));
+  if (opened() == nullptr) HORORING_RETURN_IF_ERROR(Open(ordinal));
   *device = opened();
   return Status::Ok();
 }

@@ -33,7 +33,7 @@ class Devices {
   // Device `ordinal`; kInvalidArgument if it is unusable or another one is in use.
   Status Use(int ordinal, std::shared_ptr<Device>* device);
   // The device in use. A process that has used none gets its likely device.
-  Status Any(std::shared_ptr<Device>* device);
+  Status Any(std::shared_ptr<Device>* device) { return UseOr(std::nullopt, device); }
   // Whether a device is in use, or about to be.
   bool in_use() const { return in_use_.load(); }
   // Whether NCCL reduces tensors of this engine.
@@ -51,6 +51,8 @@ class Devices {
   Status LoadDriver();
   Status Open(std::optional<int> ordinal);  // none: the likely one
   std::shared_ptr<Device> opened();         // null: none
+  // The device in use, or else `ordinal`.
+  Status UseOr(std::optional<int> ordinal, std::shared_ptr<Device>* device);
 
   const Options options_;
   // Each is held during calls of its library, which may never return. There are two, so that a

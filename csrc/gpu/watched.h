@@ -21,7 +21,6 @@ class Watched<Result(Parameters...)> {
     const CallWatch::Call call(CallWatch::Current(), name_);
     return function_(arguments...);
   }
-  explicit operator bool() const { return function_ != nullptr; }
   Pointer* place() { return &function_; }
   const char* name() const { return name_.call; }
 

@@ -17,8 +17,6 @@
 namespace hororing {
 namespace {
 
-// ---- which kernels ----------------------------------------------------------------------
-
 #if defined(__x86_64__)
 bool HasF16c() {
   // Not every compiler's __builtin_cpu_supports knows this feature.
@@ -56,8 +54,6 @@ std::atomic<const KernelTable*>& ChosenTable() {
 }
 
 const KernelTable& Kernels() { return *ChosenTable().load(std::memory_order_relaxed); }
-
-// ---- the spec ---------------------------------------------------------------------------
 
 bool IsShortFloat(DataType dtype) {
   return dtype == DataType::kFloat16 || dtype == DataType::kBfloat16;
@@ -113,6 +109,22 @@ void ReduceWeighted(const ReduceSpec& spec, Factors factors, void* result,
 // The type of partial results that the common kernels combine.
 DataType PartialType(const ReduceSpec& spec) {
   return IsShortFloat(spec.dtype) ? DataType::kFloat32 : spec.dtype;
+}
+
+template <typename T>
+void FillWith(void* data, size_t n, T value) {
+  std::fill_n(static_cast<T*>(data), n, value);
+}
+
+template <typename T>
+T Neutral(ReduceOp op) {
+  using Limits = std::numeric_limits<T>;
+  switch (op) {
+    case ReduceOp::kProduct: return 1;
+    case ReduceOp::kMin: return Limits::has_infinity ? Limits::infinity() : Limits::max();
+    case ReduceOp::kMax: return Limits::has_infinity ? -Limits::infinity() : Limits::lowest();
+    default: return 0;
+  }
 }
 
 std::string Text(double factor) {
@@ -226,26 +238,6 @@ void FinishPartial(const ReduceSpec& spec, int divisor, void* result, const void
 }
 
 const char* KernelsInUse() { return Kernels().name; }
-
-namespace {
-
-template <typename T>
-void FillWith(void* data, size_t n, T value) {
-  std::fill_n(static_cast<T*>(data), n, value);
-}
-
-template <typename T>
-T Neutral(ReduceOp op) {
-  using Limits = std::numeric_limits<T>;
-  switch (op) {
-    case ReduceOp::kProduct: return 1;
-    case ReduceOp::kMin: return Limits::has_infinity ? Limits::infinity() : Limits::max();
-    case ReduceOp::kMax: return Limits::has_infinity ? -Limits::infinity() : Limits::lowest();
-    default: return 0;
-  }
-}
-
-}  // namespace
 
 void FillNeutral(const ReduceSpec& spec, void* data, size_t n) {
   switch (spec.dtype) {

@@ -64,20 +64,14 @@ struct Kernels {
   // wide[i] = wide[i] op start(source[i]).
   static void Combine(const Factors& factors, Arithmetic arithmetic, Wide* wide, const T* source,
                       size_t n) {
-    const double prescale = factors.prescale;
+    const auto with = [&, prescale = factors.prescale](auto combine) {
+      for (size_t i = 0; i < n; ++i) wide[i] = combine(wide[i], StartOne(prescale, source[i]));
+    };
     switch (arithmetic) {
-      case Arithmetic::kSum:
-        for (size_t i = 0; i < n; ++i) wide[i] = Sum(wide[i], StartOne(prescale, source[i]));
-        return;
-      case Arithmetic::kProduct:
-        for (size_t i = 0; i < n; ++i) wide[i] = Product(wide[i], StartOne(prescale, source[i]));
-        return;
-      case Arithmetic::kMin:
-        for (size_t i = 0; i < n; ++i) wide[i] = std::min(wide[i], StartOne(prescale, source[i]));
-        return;
-      case Arithmetic::kMax:
-        for (size_t i = 0; i < n; ++i) wide[i] = std::max(wide[i], StartOne(prescale, source[i]));
-        return;
+      case Arithmetic::kSum: return with([](Wide a, Wide b) { return Sum(a, b); });
+      case Arithmetic::kProduct: return with([](Wide a, Wide b) { return Product(a, b); });
+      case Arithmetic::kMin: return with([](Wide a, Wide b) { return std::min(a, b); });
+      case Arithmetic::kMax: return with([](Wide a, Wide b) { return std::max(a, b); });
     }
   }
 

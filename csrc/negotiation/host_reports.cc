@@ -7,12 +7,8 @@
 #include "negotiation/codec.h"
 
 namespace hororing {
-namespace {
-
 // Limits counts that never complete: some ranks report an id, others the request in full.
 constexpr size_t kMaxCounts = 1 << 16;
-
-}  // namespace
 
 HostReports::HostReports(std::vector<int> ranks, TimeNs longest_ns)
     : ranks_(std::move(ranks)), longest_ns_(longest_ns), held_(ranks_.size()) {}

@@ -1,7 +1,6 @@
 #include "negotiation/stall_inspector.h"
 
 #include <algorithm>
-#include <map>
 #include <set>
 #include <utility>
 

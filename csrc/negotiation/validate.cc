@@ -14,15 +14,12 @@ std::string Counted(size_t count, const char* what) {
 
 std::string NumberText(double value) {
   char text[32];
-  std::snprintf(text, sizeof text, "%.17g", value);
   // The shortest text that reads back as the same value.
-  for (int digits = 1; digits < 17; ++digits) {
-    char shorter[32];
-    std::snprintf(shorter, sizeof shorter, "%.*g", digits, value);
+  for (int digits = 1;; ++digits) {
+    std::snprintf(text, sizeof text, "%.*g", digits, value);
     double parsed = 0;
-    if (std::sscanf(shorter, "%lf", &parsed) == 1 && parsed == value) return shorter;
+    if (digits == 17 || (std::sscanf(text, "%lf", &parsed) == 1 && parsed == value)) return text;
   }
-  return text;
 }
 
 // One thing that ranks must agree on: its plural for the text, how to show a rank's value (equal

@@ -1,7 +1,5 @@
 #include "python/dlpack_view.h"
 
-#include <utility>
-
 namespace hororing {
 namespace {
 
@@ -36,10 +34,9 @@ bool DataTypeOf(uint8_t kind, int bits, int32_t* dtype) {
       {dlpack::kBool, 8, HR_BOOL},
   };
   for (const Known& known : kKnown) {
-    if (known.kind == kind && known.bits == bits) {
-      *dtype = known.dtype;
-      return true;
-    }
+    if (known.kind != kind || known.bits != bits) continue;
+    *dtype = known.dtype;
+    return true;
   }
   return false;
 }
@@ -126,9 +123,8 @@ int Plain::DescribeDlpack(PyObject* tensor, hr_tensor* view) const {
     return 0;
   }
   for (const Reference& refusal : refusals_) {
-    PyObject* const answer = PyObject_CallFunctionObjArgs(refusal.get(), tensor, nullptr);
-    Py_XDECREF(answer);  // True, False or null
-    if (answer != Py_False) return answer == nullptr ? -1 : 0;
+    const Reference answer = Owned(PyObject_CallFunctionObjArgs(refusal.get(), tensor, nullptr));
+    if (answer.get() != Py_False) return answer.get() == nullptr ? -1 : 0;
   }
   view->input = view->output = reinterpret_cast<uintptr_t>(seen.data) + seen.byte_offset;
   view->ndim = seen.ndim;
@@ -154,26 +150,22 @@ int Plain::DescribeArray(PyObject* array, hr_tensor* view, Shapes* shapes) const
 }
 
 int Plain::Ask(PyObject* tensor, hr_tensor* view, Shapes* shapes) const {
-  PyObject* const answer = PyObject_CallFunctionObjArgs(describe_.get(), tensor, nullptr);
-  if (answer == nullptr || answer == Py_None) {
-    Py_XDECREF(answer);
-    return answer == nullptr ? -1 : 0;
-  }
+  const Reference answer = Owned(PyObject_CallFunctionObjArgs(describe_.get(), tensor, nullptr));
+  if (answer.get() == nullptr) return -1;
+  if (answer.get() == Py_None) return 0;
   PyObject* shape = nullptr;
   unsigned long long address = 0;
-  const bool parsed =
-      PyArg_ParseTuple(answer, "KiO!", &address, &view->dtype, &PyTuple_Type, &shape) != 0;
-  if (parsed) {
-    std::vector<int64_t>& kept = shapes->emplace_back();
-    for (Py_ssize_t i = 0; i < PyTuple_Size(shape); ++i) {
-      kept.push_back(PyLong_AsLongLong(PyTuple_GetItem(shape, i)));
-    }
-    view->input = view->output = static_cast<uintptr_t>(address);
-    view->ndim = static_cast<int32_t>(kept.size());
-    view->shape = kept.data();
+  if (PyArg_ParseTuple(answer.get(), "KiO!", &address, &view->dtype, &PyTuple_Type, &shape) == 0) {
+    return -1;
   }
-  Py_DECREF(answer);
-  return parsed && PyErr_Occurred() == nullptr ? 1 : -1;
+  std::vector<int64_t>& kept = shapes->emplace_back();
+  for (Py_ssize_t i = 0; i < PyTuple_Size(shape); ++i) {
+    kept.push_back(PyLong_AsLongLong(PyTuple_GetItem(shape, i)));
+  }
+  view->input = view->output = static_cast<uintptr_t>(address);
+  view->ndim = static_cast<int32_t>(kept.size());
+  view->shape = kept.data();
+  return PyErr_Occurred() == nullptr ? 1 : -1;
 }
 
 }  // namespace hororing

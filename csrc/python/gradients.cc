@@ -65,10 +65,8 @@ PyObject* OnGradient(PyObject* object, PyObject* param) {
   }
   auto* const queue = reinterpret_cast<Queue*>(self->step);
   if (self->state != kReady || queue->thread != PyThread_get_thread_ident()) {
-    PyObject* const goes = PyObject_CallMethodObjArgs(object, may_send_name, nullptr);
-    if (goes == nullptr) return nullptr;
-    const int goes_now = PyObject_IsTrue(goes);
-    Py_DECREF(goes);
+    const Reference goes = Owned(PyObject_CallMethodObjArgs(object, may_send_name, nullptr));
+    const int goes_now = goes.get() == nullptr ? -1 : PyObject_IsTrue(goes.get());
     if (goes_now < 0) return nullptr;
     if (goes_now == 0) Py_RETURN_NONE;
   }
@@ -77,10 +75,9 @@ PyObject* OnGradient(PyObject* object, PyObject* param) {
   Replace(&self->param, param);
   long long share = self->share;
   if (self->simple == 0) {
-    PyObject* const found = PyObject_CallMethodObjArgs(object, share_name, param, nullptr);
-    if (found == nullptr) return nullptr;
-    share = PyLong_AsLongLong(found);
-    Py_DECREF(found);
+    const Reference found = Owned(PyObject_CallMethodObjArgs(object, share_name, param, nullptr));
+    if (found.get() == nullptr) return nullptr;
+    share = PyLong_AsLongLong(found.get());
     if (share == -1 && PyErr_Occurred() != nullptr) return nullptr;
   }
   queue->bytes_left -= share;
@@ -103,11 +100,10 @@ int Take(const Plain& plain, PyObject* object, PyObject* failures, Batch* batch)
     PyErr_SetString(PyExc_AssertionError, "this gradient is not queued");
     return -1;
   }
-  PyObject* const grad = PyObject_GetAttr(gradient->param, grad_name);
+  const Reference held = Owned(PyObject_GetAttr(gradient->param, grad_name));
+  PyObject* const grad = held.get();
   Replace(&gradient->param, nullptr);
   if (grad == nullptr) return -1;
-  const Reference held(grad);
-  Py_DECREF(grad);
   if (gradient->simple != 0 && gradient->address != 0) {
     auto* const request = reinterpret_cast<hr_request*>(gradient->address);
     hr_tensor seen;
@@ -125,10 +121,9 @@ int Take(const Plain& plain, PyObject* object, PyObject* failures, Batch* batch)
       return 0;
     }
   }
-  PyObject* const sent =
-      PyObject_CallMethodObjArgs(object, send_alone_name, grad, failures, nullptr);
-  Py_XDECREF(sent);
-  return sent == nullptr ? -1 : 0;
+  const Reference sent =
+      Owned(PyObject_CallMethodObjArgs(object, send_alone_name, grad, failures, nullptr));
+  return sent.get() == nullptr ? -1 : 0;
 }
 
 // Notes which gradients the core has accepted.
@@ -142,10 +137,8 @@ int Started(const Batch& batch, size_t begin, const std::vector<int64_t>& handle
     gradient->state = kSent;
   }
   for (size_t i = 0; i < count; ++i) {
-    PyObject* const handle = PyLong_FromLongLong(handles[i]);
-    const bool added = handle != nullptr && PyList_Append(in_flight, handle) == 0;
-    Py_XDECREF(handle);
-    if (!added) return -1;
+    const Reference handle = Owned(PyLong_FromLongLong(handles[i]));
+    if (handle.get() == nullptr || PyList_Append(in_flight, handle.get()) != 0) return -1;
   }
   return 0;
 }
@@ -184,15 +177,12 @@ PyObject* SendGradients(PyObject* self, PyObject* const* arguments, Py_ssize_t c
     if (Started(batch, begin, handles, number, in_flight) != 0) return nullptr;
     begin += number;
     if (number == wanted) break;
-    PyObject* const code = PyLong_FromLongLong(handles[number]);
-    if (code == nullptr) return nullptr;
-    PyObject* const failure =
-        PyObject_CallMethodObjArgs(batch.gradients[begin].get(), failure_name, code, nullptr);
-    Py_DECREF(code);
-    const bool noted = failure != nullptr && PyList_Append(failures, failure) == 0;
-    Py_XDECREF(failure);
-    if (!noted) return nullptr;
-    ++begin;
+    const Reference code = Owned(PyLong_FromLongLong(handles[number]));
+    if (code.get() == nullptr) return nullptr;
+    PyObject* const failed = batch.gradients[begin++].get();
+    const Reference failure =
+        Owned(PyObject_CallMethodObjArgs(failed, failure_name, code.get(), nullptr));
+    if (failure.get() == nullptr || PyList_Append(failures, failure.get()) != 0) return nullptr;
   }
   Py_RETURN_NONE;
 }
@@ -203,11 +193,9 @@ namespace {
 // exception is set.
 int Finish(PyObject* param, Gradient* gradient, State next) {
   if (gradient->handle == 0 || IsNone(gradient->keep)) return 0;
-  PyObject* const grad = PyObject_GetAttr(param, grad_name);
-  if (grad == nullptr) return -1;
-  const bool in_place = grad == gradient->keep;
-  Py_DECREF(grad);
-  if (!in_place) return 0;
+  const Reference grad = Owned(PyObject_GetAttr(param, grad_name));
+  if (grad.get() == nullptr) return -1;
+  if (grad.get() != gradient->keep) return 0;
   gradient->handle = 0;
   Replace(&gradient->keep, nullptr);
   gradient->state = next;

@@ -7,10 +7,8 @@
 #include <Python.h>
 
 #include "capi/hororing.h"
-#include "python/dlpack_view.h"
 #include "python/gradients.h"
 #include "python/module.h"
-#include "python/requests.h"
 
 namespace hororing {
 namespace {

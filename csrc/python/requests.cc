@@ -13,9 +13,8 @@ constexpr double kWaitSlice = 0.2;  // seconds between two checks for Python's s
 // Forgets abandoned requests that are complete.
 void Sweep(const Table& table) {
   if (PyDict_Size(table.abandoned.get()) == 0) return;
-  PyObject* const swept = PyObject_CallFunctionObjArgs(table.sweep.get(), nullptr);
-  if (swept == nullptr) PyErr_WriteUnraisable(table.sweep.get());
-  Py_XDECREF(swept);
+  const Reference swept = Owned(PyObject_CallFunctionObjArgs(table.sweep.get(), nullptr));
+  if (swept.get() == nullptr) PyErr_WriteUnraisable(table.sweep.get());
 }
 
 // Waits, and makes the core forget a successful request. HR_PENDING: an exception is set.

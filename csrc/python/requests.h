@@ -4,8 +4,6 @@
 
 #include <Python.h>
 
-#include <cstdint>
-
 #include "capi/hororing.h"
 #include "python/dlpack_view.h"
 

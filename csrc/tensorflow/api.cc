@@ -8,8 +8,6 @@ namespace hororing::tensorflow {
 
 Api api;
 
-namespace {
-
 // The library with TensorFlow's C interface, at least since 2.16.
 constexpr char kLibrary[] = "libtensorflow_framework.so.2";
 
@@ -19,8 +17,6 @@ constexpr char kLibrary[] = "libtensorflow_framework.so.2";
 constexpr char kProofOfType[] =
     "_ZN10tensorflow16ThreadPoolDevice12ComputeAsyncEPNS_13AsyncOpKernelEPNS_15OpKernelContextE"
     "St8functionIFvvEE";
-
-}  // namespace
 
 bool LoadApi(std::string* problem) {
   void* library = dlopen(kLibrary, RTLD_NOW | RTLD_NOLOAD);

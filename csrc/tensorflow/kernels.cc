@@ -1,7 +1,5 @@
 #include "tensorflow/kernels.h"
 
-#include <string>
-
 #include "capi/hororing.h"
 
 namespace hororing::tensorflow {

@@ -4,7 +4,6 @@
 // Only for the thread that runs the loop.
 #pragma once
 
-#include <algorithm>
 #include <vector>
 
 #include "base/clock.h"

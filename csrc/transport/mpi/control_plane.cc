@@ -9,8 +9,6 @@
 #include "transport/mpi/mpi_transport.h"
 
 namespace hororing {
-namespace {
-
 // Control messages that MPI holds for one peer; the others queue here.
 constexpr size_t kControlWindow = 16;
 // Time between two checks of the peers' processes.
@@ -19,8 +17,6 @@ constexpr TimeNs kCheckInterval = 100 * kMillisecond;
 constexpr TimeNs kFinalMessageTime = 100 * kMillisecond;
 constexpr int kControlTag = 2, kFailureTag = 3, kCloseTag = 4;
 constexpr int kAskTag = 5, kAnswerTag = 6;  // "are you alive?" and "yes"
-
-}  // namespace
 
 MpiTransport::MpiTransport(MPI_Comm data, MPI_Comm control, TimeNs spin_ns)
     : data_(data), control_(control), spin_ns_(spin_ns) {

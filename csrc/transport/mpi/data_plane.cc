@@ -14,8 +14,6 @@
 #include "transport/mpi/mpi_transport.h"
 
 namespace hororing {
-namespace {
-
 constexpr size_t kPieceBytes = 256 << 10;
 // Pieces in flight with one peer. The limit is lower while many are in flight with all peers
 // together, but at least one, or ranks could wait for one another. It is this high because over TCP
@@ -24,8 +22,6 @@ constexpr size_t kWindow = 16, kSharedWindow = 64;
 constexpr int kDataTag = 1;
 // Polls for data between two polls for control messages, while waiting for data.
 constexpr unsigned kPollsPerCheck = 8;
-
-}  // namespace
 
 Transport::Request MpiTransport::Send(int peer, const void* data, size_t bytes) {
   const Request request = PeerOf(peer).PostSend(peer, data, bytes, !broken_.ok());

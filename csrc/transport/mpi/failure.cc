@@ -1,13 +1,11 @@
 #include "transport/mpi/failure.h"
 
 #include <dlfcn.h>
-#include <mpi.h>
 
 #include <cstring>
 #include <numeric>
 #include <string>
 #include <utility>
-#include <vector>
 
 namespace hororing {
 

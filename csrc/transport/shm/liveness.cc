@@ -9,11 +9,7 @@
 #include "transport/shm/shm_transport.h"
 
 namespace hororing {
-namespace {
-
 constexpr uint32_t kAttached = 1, kDetached = 2;
-
-}  // namespace
 
 void ShmTransport::AnnounceArrival() {
   const ProcessIdentity self = ThisProcess();

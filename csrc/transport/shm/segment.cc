@@ -15,7 +15,6 @@
 #include <random>
 #include <utility>
 
-#include "base/types.h"
 #include "transport/shm/one_shot_exchange.h"
 
 namespace hororing {

@@ -9,7 +9,6 @@
 #include <climits>
 
 #include "kernels/copy.h"
-#include "transport/polling.h"
 
 namespace hororing {
 namespace {

@@ -12,13 +12,9 @@
 #include "transport/tcp/tcp_transport.h"
 
 namespace hororing {
-namespace {
-
 constexpr TimeNs kLongestSleep = kSecond;  // events end it
 constexpr size_t kHead = 5;
 constexpr TimeNs kRevokedFlush = kSecond / 5;
-
-}  // namespace
 
 void TcpTransport::Post(int peer, std::string message) { Put(peer, kMessage, message); }
 

@@ -9,8 +9,6 @@
 #include "transport/tcp/tcp_transport.h"
 
 namespace hororing {
-namespace {
-
 constexpr TimeNs kLongestSleep = 50 * kMillisecond;  // events end it
 // A wait for this many bytes sleeps at once: polling for that long would not pay.
 constexpr size_t kLargeMessage = 128 << 10;
@@ -18,8 +16,6 @@ constexpr size_t kLargeMessage = 128 << 10;
 constexpr size_t kPortion = 32 << 10, kLittle = 4 << 10;
 // Polls for data between two polls for events, while data moves.
 constexpr unsigned kPollsPerCheck = 8;
-
-}  // namespace
 
 Transport::Request TcpTransport::Send(int peer, const void* data, size_t bytes) {
   const Request request = PeerOf(peer).PostSend(peer, data, bytes, !broken_.ok());

@@ -89,7 +89,7 @@ void CheckMixed(Rank& rank, const std::vector<ReduceSpec>& specs, size_t n, Scra
     if (algorithm == Which::kRing && buffer.layout.wide()) continue;
     rank.Enter(Name(algorithm));
     Scratch aligned;
-    buffer.data = static_cast<std::byte*>(aligned.Reserve(input.size()));
+    CHECK_OK(aligned.Reserve(input.size(), "", &buffer.data));
     std::memcpy(buffer.data, input.data(), input.size());
     CHECK_OK(Run(algorithm, rank.transport, buffer, scratch));
     CHECK_EQ(Open(rank.transport), 0u);
@@ -491,17 +491,20 @@ TEST(segments_are_an_eighth_of_a_chunk_within_limits) {
 TEST(scratch_grows_is_aligned_and_survives_a_refusal) {
   Scratch scratch;
   CHECK_EQ(scratch.bytes(), 0u);
-  void* small = scratch.Reserve(10);
-  CHECK(small != nullptr);
-  CHECK_EQ(scratch.Reserve(5), small);
-  void* large = scratch.Reserve(1 << 20);
-  CHECK(large != nullptr);
+  std::byte *small = nullptr, *again = nullptr, *large = nullptr;
+  CHECK_OK(scratch.Reserve(10, "", &small));
+  CHECK_OK(scratch.Reserve(5, "", &again));
+  CHECK_EQ(again, small);
+  CHECK_OK(scratch.Reserve(1 << 20, "", &large));
   CHECK_EQ(reinterpret_cast<uintptr_t>(large) % 64, 0u);
   CHECK(scratch.bytes() >= 1 << 20);
   std::memset(large, 1, 1 << 20);
-  CHECK(scratch.Reserve(std::numeric_limits<size_t>::max()) == nullptr);
+  const Status refused = scratch.Reserve(size_t{1} << 62, "no memory for sums", &large);
+  CHECK(large == nullptr);
+  CHECK_EQ(refused.message(), "no memory for sums of 4611686018427387904 bytes");
+  CHECK(!scratch.Reserve(std::numeric_limits<size_t>::max(), "", &large).ok());
   CHECK_EQ(scratch.bytes(), 0u);
-  CHECK(scratch.Reserve(100) != nullptr);
+  CHECK_OK(scratch.Reserve(100, "", &small));
 }
 
 }  // namespace
