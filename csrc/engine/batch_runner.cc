@@ -212,7 +212,7 @@ int64_t BatchRunner::Fill(const std::vector<size_t>& items, const Communicator& 
     of.stage = "REDUCE";
     if (--of.unfinished > 0) continue;
     const bool persists =
-        of.cache_id != 0 && of.results.empty() && !of.request.on_device() && !of.stands_in();
+        of.cache_id != 0 && of.results.empty() && !of.request.on_device() && !of.neutral();
     if (persists) {
       complete_.push_back(of.handle);
       persistent_.push_back(&of);
@@ -309,7 +309,7 @@ void BatchRunner::Complete() {
 }
 
 void BatchRunner::Complete(TensorEntry* entry) {
-  if (entry->stands_in()) return;
+  if (entry->neutral()) return;
   const std::unique_ptr<TensorEntry> owned = shared_.tensors.Remove(Key(entry->request));
   ++shared_.stats.completed;
   Record(Event::kDone, NowNs(), owned->request.kind, owned->request.process_set,

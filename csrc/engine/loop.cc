@@ -4,8 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <exception>
-#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -44,7 +42,6 @@ Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
            std::vector<std::unique_ptr<Backend>> backends, std::vector<TimeNs> clock_offsets)
     : shared_(shared),
       mailbox_(shared.mailbox),
-      world_(world),
       backend_options_(options),
       transport_(*world.transport),
       eventcount_(world.transport->eventcount()),
@@ -54,6 +51,8 @@ Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
       agreement_groups_(AgreementGroups(world)),
       group_(GroupOf(world.topology.rank)),
       pace_(shared.config.cycle_time_ns),
+      applier_(shared, world, backend_options_, runner_, timeline_, group_),
+      liveness_(shared, world),
       parent_pid_(getppid()) {
   const auto warn = [&tensors = shared.tensors](const std::string& text) {
     Log(LogLevel::kWarning, "stall: " + tensors.Titles({"REDUCE", "PLAN"}) + " (REDUCE): " + text);
@@ -159,20 +158,20 @@ bool Loop::Step() {
 bool Loop::Decide() {
   const TimeNs now = NowNs();
   const StallInspector::Finding stall = coordinator_->InspectStalls(now);
-  if (!stall.warning.empty()) AskForStatus(stall, now);
-  if (asked_) Warn(now >= asked_->deadline || !stall.abort.ok());
+  if (!stall.warning.empty()) liveness_.Ask(stall, now);
+  liveness_.Warn(now, /*at_once=*/!stall.abort.ok());
   // CheckPeers also notices that this process was stopped. RunPeriodicChecks ends the job.
   const bool waits = !stall.missing.empty() && stall.abort.ok();
-  if (waits && transport_.CheckPeers().ok()) CheckLiveness(stall.missing, now);
+  if (waits && transport_.CheckPeers().ok()) End(liveness_.Check(stall.missing, now));
   if (final_) return true;
   const std::optional<Agreement> agreement = coordinator_->TakeAgreement();
   if (!agreement) return false;
   Send(*agreement);
   if (final_) return true;
   if (coordinator_->IsForAll(*agreement)) {
-    Apply(*agreement);
+    End(applier_.Apply(*agreement));
   } else if (const std::optional<Agreement> part = coordinator_->PartFor(group_, *agreement)) {
-    Apply(*part);
+    End(applier_.Apply(*part));
   }
   return true;
 }
@@ -220,11 +219,23 @@ void Loop::RunPeriodicChecks(TimeNs now) {
   // A failed peer's error is more precise than the end of the launcher or of work on the device,
   // which it caused. It may arrive while the device's check blocks.
   const Status devices = runner_.CheckDevices();
-  const Status peers = transport_.CheckPeers();
-  if (!peers.ok()) End(peers);
-  if (!devices.ok()) End(devices);
+  End(transport_.CheckPeers());
+  End(devices);
   CheckForReply(now);
   ExitIfOrphaned();
+}
+
+// Rank 0 checks its own missing ranks in Decide.
+void Loop::CheckForReply(TimeNs now) {
+  const bool waits = left_ || shared_.stats.submitted.load() != shared_.stats.completed.load();
+  if (!liveness_.WaitsLong(waits, applier_.applied(), now)) return;
+  if (liveness_.MustReportBlocked(now)) {
+    Report report;
+    report.applied = applier_.applied();
+    report.blocked = true;
+    SendReport(report, now);
+  }
+  if (!coordinator_) End(liveness_.CheckParents(parent_rank(), now));
 }
 
 void Loop::ExitIfOrphaned() {
@@ -238,7 +249,7 @@ TimeNs Loop::NextDeadline() const {
   if (shared_.trace.enabled()) next = std::min(next, timeline_.NextDeadline());
   if (coordinator_) next = std::min(next, coordinator_->NextDeadline());
   if (host_reports_) next = std::min(next, host_reports_->NextDeadline());
-  if (asked_) next = std::min(next, asked_->deadline);
+  next = std::min(next, liveness_.NextDeadline());
   return run_by_caller_ ? next : std::min(next, mailbox_.poll_by.load());
 }
 
@@ -247,21 +258,21 @@ void Loop::OnException(const std::exception& error) {
 }
 
 void Loop::End(Status why) {
-  if (!final_) final_ = std::move(why);
+  if (!final_ && !why.ok()) final_ = std::move(why);
 }
 
 // Tells the peers that this rank takes no further part. Rank 0 also collects the timeline events
 // that are still in transit.
 void Loop::DrainAndStop() {
   ExitIfOrphaned();  // a peer may have died of the same cause, and been noticed first
-  if (asked_) Warn(true);
+  liveness_.Warn(NowNs(), /*at_once=*/true);
   // After a failure, the runner's destructor aborts GPU operations once all handles are done.
   if (peaceful()) {
     runner_.Leave(After(NowNs(), kFinalTimeout));
   } else {
     // All ranks receive an agreed end. An announcement would overtake it, and they would report a
     // lost peer.
-    if (!end_agreed_) transport_.AnnounceFailure(*final_);
+    if (!end_agreed()) transport_.AnnounceFailure(*final_);
     // If this rank's own script revoked the engine, its traceback gives the reason.
     if (topology_.size > 1 && !transport_.revoked()) {
       Log(LogLevel::kError, "the engine has failed: " + final_->message());

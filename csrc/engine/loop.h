@@ -8,10 +8,8 @@
 // Thread-safety: every call REQUIRES Engine::progress_mutex_, on any thread.
 #pragma once
 
-#include <deque>
 #include <exception>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,7 +17,9 @@
 #include <unordered_set>
 #include <vector>
 
+#include "engine/applier.h"
 #include "engine/batch_runner.h"
+#include "engine/liveness_watch.h"
 #include "engine/report_pace.h"
 #include "engine/shared.h"
 #include "engine/timeline.h"
@@ -38,9 +38,11 @@ class Loop {
   // reason. `progress` is held except while the thread sleeps.
   Status Run(std::unique_lock<std::mutex>& progress);
   // Whether all ranks have agreed to stop.
-  bool end_agreed() const { return end_agreed_; }
+  bool end_agreed() const { return applier_.end_agreed(); }
   // Whether it ended because a rank left: in peace, even if that rank handles an exception.
-  bool peaceful() const { return rank_left_ || (final_ && final_->code() == Code::kShutDown); }
+  bool peaceful() const {
+    return applier_.rank_left() || (final_ && final_->code() == Code::kShutDown);
+  }
 
   // State that a caller hands back when it stops driving progress.
   struct Handoff {
@@ -71,30 +73,12 @@ class Loop {
   int parent_rank() const;
   void Post(int peer, std::string message);
   void Send(const Agreement& agreement);
-  // silence.cc
-  void CheckForReply(TimeNs now);
-  void CheckLiveness(const std::map<int, TimeNs>& awaited, TimeNs now);
-  void AskForStatus(const StallInspector::Finding& stall, TimeNs now);
-  void OnStatusMessage(int rank, const std::string& text);
-  void Warn(bool now);
-  // apply.cc
-  void Apply(const Agreement& agreement);
-  void ClearReported(uint64_t id);
-  std::vector<int64_t> OwnRows(const Decision& decision) const;
-  std::optional<Work> Agreed(const Decision& decision, uint64_t id);
-  TensorEntry* StandIn(const Request& request);
-  Status ToDevice(size_t bytes, ResultBuffer* memory);
-  void Settle(const Work& work);
-  void AddSet(int32_t id, const Request& request);
-  Status RemoveSet(int32_t id);
-  void FailSettled(TensorEntry& entry, const Status& why);
-  void Fail(const Decision& decision);
-  void FailRemoved(std::unique_ptr<TensorEntry> entry);
-  void TraceNegotiation(const TensorEntry& entry);
   // loop.cc
   void FollowSteps(const Request& request);
   void RunPeriodicChecks(TimeNs now);
   void ExitIfOrphaned();
+  void CheckForReply(TimeNs now);
+  // Ends the loop, unless `why` is ok. The first call counts.
   void End(Status why);
   void OnException(const std::exception& error);
   void DrainAndStop();
@@ -102,7 +86,6 @@ class Loop {
 
   Shared& shared_;
   Mailbox& mailbox_;
-  World& world_;
   const BackendOptions backend_options_;
   Transport& transport_;
   Eventcount* const eventcount_;  // null: only the engine's thread may use the transport
@@ -118,34 +101,16 @@ class Loop {
   int64_t step_ = 0;
   std::unordered_set<std::string> names_;
   std::vector<TensorEntry*> submitted_;  // scratch of ReportSubmitted; reused
-  std::vector<Work> work_;               // scratch of Apply; reused
   ReportPace pace_;
   uint32_t poll_epoch_ = 0;  // the eventcount when the loop's thread promised to poll
   bool run_by_caller_ = false;
-  // Neutral values that this rank, after its join, contributes to the current agreement.
-  std::vector<std::unique_ptr<TensorEntry>> stand_ins_;
-  std::deque<std::vector<int64_t>> alltoall_rows_;  // of the current agreement
-  uint64_t applied_ = 0;
-  uint64_t sets_added_ = 0;  // equal on all ranks
-  bool left_ = false;        // this rank has reported its shutdown
-  // CheckForReply: the last agreement that it saw applied, and since when this rank has waited for
-  // the next.
-  uint64_t answered_ = 0;
-  TimeNs waits_since_ns_ = 0;
-  TimeNs next_blocked_ns_ = 0;    // when to report again that a caller is blocked
-  TimeNs warned_silence_ns_ = 0;  // how long a rank had been silent at the last warning
-  // On rank 0: a stall warning that waits for the status of the missing ranks.
-  struct Asked {
-    StallInspector::Finding stall;
-    TimeNs deadline;
-    std::map<int, std::string> texts;  // by rank
-  };
-  std::optional<Asked> asked_;
+  Applier applier_;
+  LivenessWatch liveness_;
+  bool left_ = false;  // this rank has reported its shutdown
   TimeNs next_checks_ns_ = 0;
   TimeNs parked_until_ns_ = 0;  // when the engine's thread wakes by itself
   const int parent_pid_;
-  std::optional<Status> final_;
-  bool end_agreed_ = false, rank_left_ = false;  // by a decision of all ranks
+  std::optional<Status> final_;  // the loop has ended
 };
 
 }  // namespace hororing

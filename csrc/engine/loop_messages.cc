@@ -61,13 +61,13 @@ bool Loop::ShouldHoldReport() {
 bool Loop::ReportSubmitted() {
   if (ShouldHoldReport()) return false;
   Report report;
-  report.applied = applied_;
+  report.applied = applier_.applied();
   mailbox_.ClearPollRequest();
   shared_.tensors.TakeSubmitted(&submitted_);
   const TimeNs now = NowNs();
   for (TensorEntry* entry : submitted_) {
     if (!shared_.sets.Contains(entry->request.process_set)) {  // removed since it was submitted
-      FailRemoved(shared_.tensors.Remove(Key(entry->request)));
+      applier_.FailRemoved(shared_.tensors.Remove(Key(entry->request)));
       continue;
     }
     entry->reported_ns = now;
@@ -178,9 +178,9 @@ bool Loop::Receive() {
       if (host_reports_) host_reports_->Decided(agreement);
       pace_.OnAnswer();
       ReportSubmitted();
-      if (understood) Apply(agreement);
+      if (understood) End(applier_.Apply(agreement));
     } else if (understood && kind == MessageKind::kStatus) {
-      OnStatusMessage(peer, message.substr(1));
+      liveness_.OnStatusMessage(peer, message.substr(1));
     } else if (understood && kind == MessageKind::kTrace) {
       std::vector<TraceEvent> events;
       bool last = false;

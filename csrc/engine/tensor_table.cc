@@ -1,7 +1,6 @@
 #include "engine/tensor_table.h"
 
 #include <algorithm>
-#include <string_view>
 #include <utility>
 
 namespace hororing {
@@ -68,7 +67,7 @@ Status TensorTable::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle,
   TensorEntry& given = **entry;
   given.stage = "SUBMIT";
   if (!closed_.ok()) return WithStage(given, closed_);
-  // A stand-in takes part for this rank. A request of the same name would collide with it.
+  // A neutral entry takes part for this rank. A request of the same name would collide with it.
   if (joining_) {
     return WithStage(given, Status(Code::kInvalidArgument,
                                    "this rank has called join; no other call is possible, in any "

@@ -59,7 +59,7 @@ struct TensorEntry {
   std::shared_ptr<const DeviceEvent> done_event;  // on a device: of the batch of its last tensor
 
   // Takes part for a joined rank: no caller has submitted it or waits for it.
-  bool stands_in() const { return handle == 0; }
+  bool neutral() const { return handle == 0; }
 };
 
 // "allreduce 'layer1.weight' (REDUCE): text", with the code and rank of `status`.

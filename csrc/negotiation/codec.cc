@@ -214,7 +214,7 @@ void DecisionFields(Wire& wire, OneDecision& decision) {
   Fields(wire, details.status);
   SignedNumbers(wire, details.rows);
   Doubles(wire, details.weights);
-  if (wire.Has(details.stand_in.has_value())) RequestFields(wire, Made(details.stand_in));
+  if (wire.Has(details.neutral.has_value())) RequestFields(wire, Made(details.neutral));
   wire.Flag(details.timeline_on);
   wire.Flag(details.timeline_cycles);
 }

@@ -227,7 +227,7 @@ Status Coordinator::Agree(TensorState& tensor, Decision* decision) {
     details.name = requests[0]->name;
     SetRows(requests, ranks, &details);
     decision->cache_id = Remember(tensor, *requests[0], details);
-    if (requests[0]->of_members_alone()) details.stand_in = *requests[0];
+    if (requests[0]->of_members_alone()) details.neutral = *requests[0];
   } else {
     HORORING_RETURN_IF_ERROR(possible);
     Record& record = *pending.record;
@@ -241,7 +241,7 @@ Status Coordinator::Agree(TensorState& tensor, Decision* decision) {
     decision->set_details().rows = record.rows;
     decision->set_details().splits = record.splits;
   }
-  if (!joined.empty()) decision->set_details().stand_in = pending.any();
+  if (!joined.empty()) decision->set_details().neutral = pending.any();
   return Status::Ok();
 }
 

@@ -115,7 +115,7 @@ struct Decision {
     std::vector<double> weights;  // kRun of a weighted average, as in ReduceSpec; else empty
     // kRun of an allreduce or of a new set: the request, for members that have joined and ranks
     // that do not report it, which therefore do not have it.
-    std::optional<Request> stand_in;
+    std::optional<Request> neutral;
     bool timeline_on = false;  // kTimeline
     bool timeline_cycles = false;
   };

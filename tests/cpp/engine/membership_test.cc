@@ -146,7 +146,7 @@ TEST(a_set_may_be_added_by_its_members_alone_and_all_ranks_know_it) {
   for (size_t i = 0; i < 2; ++i) {
     CHECK_EQ(decisions[i].process_set, kWorldSet);
     CHECK_EQ(decisions[i].details().rows.at(0), static_cast<int64_t>(i + 1));
-    CHECK(decisions[i].details().stand_in == (i == 0 ? first : second));
+    CHECK(decisions[i].details().neutral == (i == 0 ? first : second));
   }
   Play(3, EngineConfig(), [](Player& player) {
     int64_t id = 0;
@@ -221,15 +221,15 @@ TEST(a_joined_rank_is_waited_for_no_more_and_told_what_it_takes_part_in) {
   std::vector<Decision> decisions = Decisions(coordinator);
   CHECK_EQ(decisions.size(), size_t{1});
   CHECK_EQ(decisions[0].details().name, std::string("early"));
-  CHECK(decisions[0].details().stand_in.has_value());
-  CHECK(*decisions[0].details().stand_in == Allreduce("early"));
+  CHECK(decisions[0].details().neutral.has_value());
+  CHECK(*decisions[0].details().neutral == Allreduce("early"));
   // From now on all ranks know it by its id, even the joined one.
   const uint64_t id = decisions[0].cache_id;
   Tell(coordinator, 0, {}, {id});
   Tell(coordinator, 1, {}, {id});
   decisions = Decisions(coordinator);
   CHECK_EQ(decisions.at(0).cache_id, id);
-  CHECK(!decisions[0].details().stand_in.has_value());
+  CHECK(!decisions[0].details().neutral.has_value());
 
   Request gather = Allreduce("g");
   gather.kind = Collective::kAllgather;
