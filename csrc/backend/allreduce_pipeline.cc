@@ -9,19 +9,16 @@
 //   slot 1   [ b0    |  sum 1  |    b2   ]      to its slot; it has read its own input from the
 //   slot 2   [ c0    |    c1   |  sum 2  ]      tensor
 //
-// UNPACK copies the sums of the others' slices to the tensor; the sum of this rank's slice was
-// written there directly. Per rank and block of S bytes: PACK reads and writes (N-1)/N * S, REDUCE
-// reads S and writes 2 S / N, UNPACK reads and writes (N-1)/N * S.
+// UNPACK copies the sums of the others' slices to the tensor. Over several hosts, the exchange
+// writes the sums into the slot, so an owner unpacks its own slice, too. REDUCE runs first because
+// peers wait for it; UNPACK precedes PACK because its data is in the cache.
 //
-// Over several hosts, the exchange writes the sums into the slot, and not every rank of a host owns
-// slices. An owner's result is then only in its slot, so it unpacks its own slice, too.
+// Per rank and block of S bytes: PACK reads and writes (N-1)/N * S, REDUCE reads S and writes 2 S /
+// N, UNPACK reads and writes (N-1)/N * S.
 //
-// REDUCE runs first because peers wait for it; UNPACK precedes PACK because its data is in the
-// cache.
-//
-// In place (output == input) is safe. A block's output is written by REDUCE, which has read that
-// very slice, and by UNPACK, after PACK has copied the block's other slices. That holds for one
-// tensor: callers must not pass memory to a batch twice (capi/requests.cc, TensorTable::Claim).
+// In place (output == input) is safe: REDUCE writes a slice that it has read, and UNPACK writes
+// after PACK has copied the block's other slices. That holds for one tensor: callers must not pass
+// memory to a batch twice (capi/requests.cc, TensorTable::Claim).
 #include "backend/allreduce_pipeline.h"
 
 #include <algorithm>
@@ -45,12 +42,6 @@ class AllreducePipeline final : public HostPipeline {
       : HostPipeline(set, batch, exchange != nullptr, plan.blocks, deadline, trace),
         plan_(plan),
         exchange_(exchange),
-        one_host_(set.group.hosts() == 1),
-        owns_(rank_ < plan.owners),
-        packed_(first_),
-        summed_(first_),
-        reduced_(first_),
-        consumed_(first_),
         sources_(static_cast<size_t>(size_)),
         widened_(exchange != nullptr ? kReducePiece * plan.layout.widening() : 0) {}
 
@@ -184,12 +175,9 @@ class AllreducePipeline final : public HostPipeline {
 
   const AllreducePlan& plan_;
   SliceExchange* const exchange_;
-  const bool one_host_, owns_;
+  const bool one_host_ = group_.hosts() == 1, owns_ = rank_ < plan_.owners;
   // The next block of each stage: consumed_ <= reduced_ <= summed_ <= packed_ for an owner.
-  uint64_t packed_;
-  uint64_t summed_;
-  uint64_t reduced_;
-  uint64_t consumed_;
+  uint64_t packed_ = first_, summed_ = first_, reduced_ = first_, consumed_ = first_;
   std::vector<const void*> sources_;
   std::vector<std::byte> widened_;
 };

@@ -21,20 +21,12 @@ std::string TraceLabel(const Batch& batch) {
   return count == 1 ? batch.entries[0].name : std::to_string(count) + " tensors";
 }
 
-Status CheckGather(const BatchEntry& entry, size_t size, size_t rank) {
-  const std::vector<size_t>& bytes = entry.receive_bytes;
-  if (bytes.size() == size && bytes[rank] == entry.bytes()) return Status::Ok();
-  return Status(Code::kInternal, "allgather of '" + entry.name +
-                                     "': the agreed sizes do not fit this rank's tensor");
-}
-
 void ReduceAlone(const Batch& batch, TraceSink& trace) {
   StageSpan span(trace, Stage::kReduce, batch);
   for (const BatchEntry& entry : batch.entries) {
     if (entry.elements == 0) continue;
     ReduceMany(entry.reduce, 1, entry.output, &entry.input, 1, entry.elements);
   }
-  span.End(batch.bytes());
 }
 
 }  // namespace hororing

@@ -35,12 +35,7 @@ ChannelPipeline::ChannelPipeline(SetSlots& set, const Batch& batch, const Channe
                    plan.blocks, deadline, trace),
       plan_(plan),
       receives_(wire_, deadline),
-      sends_(wire_, deadline),
-      begun_(first_),
-      arrived_(first_),
-      consumed_(first_) {}
-
-bool ChannelPipeline::Finished() const { return consumed_ == end_ && sends_.empty(); }
+      sends_(wire_, deadline) {}
 
 bool ChannelPipeline::Advance(Status* status) {
   bool moved = false;
@@ -68,11 +63,6 @@ Status ChannelPipeline::TakeArrivals(bool* moved) {
   return Status::Ok();
 }
 
-bool ChannelPipeline::CanBegin() const {
-  return begun_ < end_ && begun_ < consumed_ + depth_ && begun_ < sends_.FirstOpen(end_) + depth_ &&
-         BlockIsFree(begun_);
-}
-
 bool ChannelPipeline::CanUnpack() const {
   if (consumed_ == arrived_) return false;
   for (int peer = 0; peer < size_; ++peer) {
@@ -80,10 +70,6 @@ bool ChannelPipeline::CanUnpack() const {
     if (!Reached(peer, &SlotProgress::packed, consumed_ + 1)) return false;
   }
   return true;
-}
-
-std::byte* ChannelPipeline::Place(size_t channel, uint64_t number) const {
-  return BlockAt(plan_.channels[channel].owner, number) + plan_.place[channel] * plan_.piece;
 }
 
 void ChannelPipeline::Begin() {
@@ -136,11 +122,6 @@ void ChannelPipeline::Unpack() {
 int ChannelPipeline::LaggingOnWire() const {
   if (!receives_.empty()) return receives_.oldest().rank;
   return sends_.empty() ? -1 : sends_.oldest().rank;
-}
-
-bool ChannelPipeline::Lags(int peer) const {
-  return !BlockIsFree(peer, begun_) || (plan_.owns[static_cast<size_t>(peer)] &&
-                                        !Reached(peer, &SlotProgress::packed, consumed_ + 1));
 }
 
 }  // namespace hororing

@@ -62,17 +62,25 @@ class ChannelPipeline final : public HostPipeline {
                   TraceSink& trace);
 
  private:
-  bool Finished() const override;
+  bool Finished() const override { return consumed_ == end_ && sends_.empty(); }
   bool Advance(Status* status) override;
   int LaggingOnWire() const override;
-  bool Lags(int peer) const override;
+  bool Lags(int peer) const override {
+    return !BlockIsFree(peer, begun_) || (plan_.owns[static_cast<size_t>(peer)] &&
+                                          !Reached(peer, &SlotProgress::packed, consumed_ + 1));
+  }
 
   Status TakeArrivals(bool* moved);
-  bool CanBegin() const;
+  bool CanBegin() const {
+    return begun_ < end_ && begun_ < consumed_ + depth_ &&
+           begun_ < sends_.FirstOpen(end_) + depth_ && BlockIsFree(begun_);
+  }
   bool CanUnpack() const;
   void Begin();
   void Unpack();
-  std::byte* Place(size_t channel, uint64_t number) const;
+  std::byte* Place(size_t channel, uint64_t number) const {
+    return BlockAt(plan_.channels[channel].owner, number) + plan_.place[channel] * plan_.piece;
+  }
   Range PieceOf(const Channel& channel, uint64_t number) const {
     return HostPipeline::PieceOf(channel.bytes, plan_.piece, number);
   }
@@ -80,9 +88,7 @@ class ChannelPipeline final : public HostPipeline {
   const ChannelPlan& plan_;
   Inflight receives_, sends_;
   // The next block of each stage: consumed_ <= arrived_ <= begun_.
-  uint64_t begun_;
-  uint64_t arrived_;
-  uint64_t consumed_;
+  uint64_t begun_ = first_, arrived_ = first_, consumed_ = first_;
 };
 
 }  // namespace hororing

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "backend/backend.h"
 #include "base/clock.h"
@@ -28,15 +29,20 @@ inline size_t PieceBytes(size_t longest, int hosts) {
 // "layer1.weight", or "17 tensors".
 std::string TraceLabel(const Batch& batch);
 
-// Records a span of a stage in the loop's row of the timeline, from construction to End. Free while
-// the timeline is off.
+// Records a span of a stage in the loop's row of the timeline, from construction to End, or to its
+// destruction if the stage moves the whole batch. Free while the timeline is off.
 class StageSpan {
  public:
   StageSpan(TraceSink& trace, Stage stage, const Batch& batch)
       : trace_(trace), batch_(batch), stage_(stage), begin_ns_(trace.enabled() ? NowNs() : 0) {}
+  ~StageSpan() {
+    if (begin_ns_ != 0) End(batch_.bytes());
+  }
+  StageSpan(const StageSpan&) = delete;
+  StageSpan& operator=(const StageSpan&) = delete;
   void End(size_t bytes) {
-    if (begin_ns_ == 0 || !trace_.enabled()) return;
-    trace_.Span(stage_, Track::kLoop, TraceLabel(batch_), begin_ns_, NowNs(),
+    if (begin_ns_ == 0) return;
+    trace_.Span(stage_, Track::kLoop, TraceLabel(batch_), std::exchange(begin_ns_, 0), NowNs(),
                 static_cast<int64_t>(bytes));
   }
 
@@ -44,11 +50,8 @@ class StageSpan {
   TraceSink& trace_;
   const Batch& batch_;
   const Stage stage_;
-  const TimeNs begin_ns_;
+  TimeNs begin_ns_;  // 0: it has ended, or the timeline is off
 };
-
-// kInternal if the sizes that an all-gather has agreed on do not fit this rank's tensor.
-Status CheckGather(const BatchEntry& entry, size_t size, size_t rank);
 
 // An allreduce or a reduce-scatter of one rank: only applies the factors.
 void ReduceAlone(const Batch& batch, TraceSink& trace);

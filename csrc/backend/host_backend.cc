@@ -66,17 +66,11 @@ void HostBackend::MoveToOutput(const Batch& batch, const BatchEntry& entry, Trac
   if (entry.output == entry.input) return;
   StageSpan span(trace, Stage::kPack, batch);
   CopyBytes(entry.output, entry.input, entry.bytes());
-  span.End(batch.bytes());
 }
 
 // Every message between hosts is as large as TCP sends at once: its overhead is small even on a
 // fast wire. 0: the size depends on the batch.
 size_t HostBackend::MessageBytes() const { return hosts_ > 1 ? kHostMessage : 0; }
-
-GatherOptions HostBackend::gather_options() const {
-  return {by_host_.get(), MessageBytes(),
-          hosts_ > 1 && static_cast<size_t>(transport_.size()) == hosts_};
-}
 
 Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   if (transport_.size() == 1) {
@@ -106,7 +100,6 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
       std::memset(to + bytes, 0, room - bytes);
       to += room;
     }
-    span.End(batch.bytes());
   } else {
     buffer = {entries[0]->output, entries[0]->elements, entries[0]->reduce};
     MoveToOutput(batch, *entries[0], trace);
@@ -122,7 +115,6 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
         around ? RingAllreduce(gather.ring != nullptr ? *gather.ring : transport_, buffer,
                                receive_buffer_, deadline, gather.segment_bytes)
                : RankOrderAllreduce(transport_, buffer, receive_buffer_, deadline, gather));
-    span.End(batch.bytes());
   }
   if (!fused) return Status::Ok();
   StageSpan span(trace, Stage::kUnpack, batch);
@@ -132,7 +124,6 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
     CopyBytes(entry->output, from, bytes);
     from += RoundUp(bytes, kCacheLine);
   }
-  span.End(batch.bytes());
   return Status::Ok();
 }
 
@@ -162,7 +153,6 @@ Status HostBackend::RunAdasum(const Batch& batch, TimeNs deadline, TraceSink& tr
     StageSpan span(trace, Stage::kPack, batch);
     HORORING_RETURN_IF_ERROR(Fuse(batch.bytes(), &data));
     PackParts(batch.entries, ranks, chunk, data);
-    span.End(batch.bytes());
   } else {
     data = static_cast<std::byte*>(only->output);
     MoveToOutput(batch, *only, trace);
@@ -171,12 +161,10 @@ Status HostBackend::RunAdasum(const Batch& batch, TimeNs deadline, TraceSink& tr
     StageSpan span(trace, Stage::kReduce, batch);
     HORORING_RETURN_IF_ERROR(
         AdasumAllreduce(transport_, batch.reduce(), data, tensors, receive_buffer_, deadline));
-    span.End(batch.bytes());
   }
   if (!fused) return Status::Ok();
   StageSpan span(trace, Stage::kUnpack, batch);
   UnpackParts(batch.entries, ranks, chunk, data);
-  span.End(batch.bytes());
   return Status::Ok();
 }
 
@@ -205,13 +193,11 @@ Status HostBackend::RunReducescatter(const Batch& batch, TimeNs deadline, TraceS
         [&](const BatchEntry& entry, size_t r) { return entry.parts[r] * element; }, packed);
     buffer.input = packed;
     buffer.result = packed + ContiguousSpans(parts)[rank].begin;
-    span.End(batch.bytes());
   }
   {
     StageSpan span(trace, Stage::kReduce, batch);
     HORORING_RETURN_IF_ERROR(
         RankOrderReduceScatter(transport_, buffer, receive_buffer_, deadline, MessageBytes()));
-    span.End(batch.bytes());
   }
   if (!fused) return Status::Ok();
   StageSpan span(trace, Stage::kUnpack, batch);

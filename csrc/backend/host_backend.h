@@ -37,7 +37,10 @@ class HostBackend final : public Backend {
   Status BroadcastByHost(int root, void* data, size_t bytes, TimeNs deadline);
 
   size_t MessageBytes() const;
-  GatherOptions gather_options() const;
+  GatherOptions gather_options() const {
+    return {by_host_.get(), MessageBytes(),
+            hosts_ > 1 && static_cast<size_t>(transport_.size()) == hosts_};
+  }
   void MoveToOutput(const Batch& batch, const BatchEntry& entry, TraceSink& trace);
   // Returns the fusion buffer, at least `bytes` long.
   Status Fuse(size_t bytes, std::byte** buffer);

@@ -55,22 +55,13 @@ SlotGeometry SlotGeometry::SeveralHosts(size_t slot_bytes) {
 
 HostPipeline::HostPipeline(SetSlots& set, const Batch& batch, bool on_wire, uint64_t blocks,
                            TimeNs deadline, TraceSink& trace)
-    : group_(set.group),
-      wire_(set.wire),
-      local_(set.local),
-      segment_(set.local.segment()),
+    : set_(set),
       batch_(batch),
       trace_(trace),
       on_wire_(on_wire),
       deadline_(deadline),
-      depth_(set.geometry.depth),
-      capacity_(set.geometry.capacity),
-      rank_(group_.local),
-      size_(group_.local_size()),
-      set_begin_(FirstBlock(group_.members)),
-      first_(set.next_block),
       end_(first_ + blocks) {
-  set.next_block = end_;
+  set_.next_block = end_;
 }
 
 Status HostPipeline::Run() {

@@ -144,19 +144,20 @@ class HostPipeline {
            static_cast<size_t>(number % depth_) * capacity_;
   }
 
-  const HostGroup& group_;
-  Transport& wire_;
-  ShmTransport& local_;
-  ShmSegment& segment_;
+  SetSlots& set_;
+  const HostGroup& group_ = set_.group;
+  Transport& wire_ = set_.wire;
+  ShmTransport& local_ = set_.local;
+  ShmSegment& segment_ = local_.segment();
   const Batch& batch_;
   TraceSink& trace_;
   const bool on_wire_;
   const TimeNs deadline_;
-  const size_t depth_, capacity_;  // of the slots
-  const int rank_;  // among this host's members, like everything called local or peer
-  const int size_;
-  const uint64_t set_begin_;    // the set's first block
-  const uint64_t first_, end_;  // blocks of this batch
+  const size_t depth_ = set_.geometry.depth, capacity_ = set_.geometry.capacity;  // of the slots
+  // Among this host's members, like everything called local or peer.
+  const int rank_ = group_.local, size_ = group_.local_size();
+  const uint64_t set_begin_ = FirstBlock(group_.members);  // the set's first block
+  const uint64_t first_ = set_.next_block, end_;           // blocks of this batch
 
  private:
   SlotProgress& Progress(int peer) const {

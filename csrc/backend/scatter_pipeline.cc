@@ -45,26 +45,15 @@ ScatterPlan::ScatterPlan(const SetSlots& set, const Batch& batch)
   blocks = longest == 0 ? 0 : (longest + piece - 1) / piece;
 }
 
-size_t ScatterPlan::scratch_bytes(const ReduceSpec& spec) const {
-  return (summed_here + senders.size()) * RoundUp(piece * PartialSize(spec), kCacheLine);
-}
-
 ScatterPipeline::ScatterPipeline(SetSlots& set, const Batch& batch, const ScatterPlan& plan,
                                  std::byte* scratch, TimeNs deadline, TraceSink& trace)
     : HostPipeline(set, batch, set.group.hosts() > 1, plan.blocks, deadline, trace),
       plan_(plan),
-      partial_(PartialSize(batch.reduce())),
-      sum_bytes_(RoundUp(plan.piece * partial_, kCacheLine)),
       scratch_(scratch),
       receives_(wire_, deadline),
       sends_(wire_, deadline),
-      begun_(first_),
-      summed_(first_),
-      combined_(first_),
       sources_(static_cast<size_t>(size_)),
       widened_(kReducePiece / plan.element * partial_) {}
-
-bool ScatterPipeline::Finished() const { return combined_ == end_ && sends_.empty(); }
 
 bool ScatterPipeline::Advance(Status* status) {
   bool moved = false;
@@ -72,11 +61,11 @@ bool ScatterPipeline::Advance(Status* status) {
   if (status->ok()) *status = sends_.TakeDone(&moved);
   if (!status->ok()) return true;
   // First the sums that others wait for.
-  if (CanSum()) {
+  if (summed_ < begun_ && PeersReached(size_, &SlotProgress::packed, summed_ + 1)) {
     Sum();
   } else if (CanBegin()) {
     Begin();
-  } else if (CanCombine()) {
+  } else if (combined_ < summed_ && receives_.FirstOpen(end_) > combined_) {
     Combine();
   } else {
     return moved;
@@ -85,26 +74,9 @@ bool ScatterPipeline::Advance(Status* status) {
 }
 
 // False, too, while sums of the previous block at that place are needed or in transit.
-bool ScatterPipeline::CanBegin() const {
-  return begun_ < end_ && begun_ < combined_ + depth_ && begun_ < sends_.FirstOpen(end_) + depth_ &&
-         BlockIsFree(begun_);
-}
-
-bool ScatterPipeline::CanSum() const {
-  return summed_ < begun_ && PeersReached(size_, &SlotProgress::packed, summed_ + 1);
-}
-
-bool ScatterPipeline::CanCombine() const {
-  return combined_ < summed_ && receives_.FirstOpen(end_) > combined_;
-}
-
 std::byte* ScatterPipeline::SumsAt(size_t number, uint64_t block) const {
   const size_t pieces = plan_.summed_here + plan_.senders.size();
   return scratch_ + (static_cast<size_t>(block % depth_) * pieces + number) * sum_bytes_;
-}
-
-std::byte* ScatterPipeline::ArrivalsAt(size_t number, uint64_t block) const {
-  return SumsAt(plan_.summed_here + number, block);
 }
 
 void ScatterPipeline::Begin() {
@@ -193,11 +165,6 @@ void ScatterPipeline::Combine() {
 int ScatterPipeline::LaggingOnWire() const {
   if (!receives_.empty() && combined_ < summed_) return receives_.oldest().rank;
   return sends_.empty() ? -1 : sends_.oldest().rank;
-}
-
-bool ScatterPipeline::Lags(int peer) const {
-  return !BlockIsFree(peer, begun_) ||
-         (summed_ < begun_ && !Reached(peer, &SlotProgress::packed, summed_ + 1));
 }
 
 }  // namespace hororing

@@ -12,9 +12,7 @@
 //
 // Parts are cut into pieces; block n holds the n-th piece of every part.
 //
-// Numerics: as in backend/shared_memory_backend.h. Hosts are summed in their order, and the ranks
-// of a host in rank order, as partial results that are rounded once. The bits are those of three
-// phases, whatever a tensor is fused with.
+// Numerics: as in backend/shared_memory_backend.h. The bits are those of three phases.
 //
 // Cost per host: (H-1)/H S sent as partial results, and the same amount received.
 #pragma once
@@ -54,7 +52,9 @@ struct ScatterPlan {
   ScatterPlan(const SetSlots& set, const Batch& batch);
   static constexpr size_t kMinBytes = 4 << 10;  // REQUIRES of capacity / ranks
   // For each block in flight: sums and received parts.
-  size_t scratch_bytes(const ReduceSpec& spec) const;
+  size_t scratch_bytes(const ReduceSpec& spec) const {
+    return (summed_here + senders.size()) * RoundUp(piece * PartialSize(spec), kCacheLine);
+  }
 };
 
 class ScatterPipeline final : public HostPipeline {
@@ -63,14 +63,18 @@ class ScatterPipeline final : public HostPipeline {
                   TimeNs deadline, TraceSink& trace);
 
  private:
-  bool Finished() const override;
+  bool Finished() const override { return combined_ == end_ && sends_.empty(); }
   bool Advance(Status* status) override;
   int LaggingOnWire() const override;
-  bool Lags(int peer) const override;
+  bool Lags(int peer) const override {
+    return !BlockIsFree(peer, begun_) ||
+           (summed_ < begun_ && !Reached(peer, &SlotProgress::packed, summed_ + 1));
+  }
 
-  bool CanBegin() const;
-  bool CanSum() const;
-  bool CanCombine() const;
+  bool CanBegin() const {
+    return begun_ < end_ && begun_ < combined_ + depth_ &&
+           begun_ < sends_.FirstOpen(end_) + depth_ && BlockIsFree(begun_);
+  }
   void Begin();
   void Sum();
   void SumPiece(const ScatterPlan::Part& part, std::byte* sums);
@@ -80,17 +84,18 @@ class ScatterPipeline final : public HostPipeline {
     return HostPipeline::PieceOf(part.size, plan_.piece, number);
   }
   std::byte* SumsAt(size_t number, uint64_t block) const;
-  std::byte* ArrivalsAt(size_t number, uint64_t block) const;
+  std::byte* ArrivalsAt(size_t number, uint64_t block) const {
+    return SumsAt(plan_.summed_here + number, block);
+  }
 
   const ScatterPlan& plan_;
-  const size_t partial_;    // bytes of one
-  const size_t sum_bytes_;  // bytes of the partial results of a piece
+  const size_t partial_ = PartialSize(batch_.reduce());  // bytes of one
+  // Bytes of the partial results of a piece.
+  const size_t sum_bytes_ = RoundUp(plan_.piece * partial_, kCacheLine);
   std::byte* const scratch_;
   Inflight receives_, sends_;
   // The next block of each stage: combined_ <= summed_ <= begun_.
-  uint64_t begun_;
-  uint64_t summed_;
-  uint64_t combined_;
+  uint64_t begun_ = first_, summed_ = first_, combined_ = first_;
   std::vector<const void*> sources_;
   std::vector<std::byte> widened_;
 };

@@ -1,9 +1,8 @@
 // SharedMemoryBackend: collectives of ranks that share memory, on one host or within each of
-// several hosts, for all ranks or those of a process set. Allreduces are in
-// backend/allreduce_pipeline.h. On one host all ranks own slices. Over several hosts the number of
-// slice owners per host is the smallest number of ranks of any host ("three phases": reduce-scatter
-// in the host, allreduces of slices between hosts, all-gather in the host). All-gathers over
-// several hosts are in backend/channel_pipeline.h, reduce-scatters in backend/scatter_pipeline.h.
+// several hosts, for all ranks or those of a process set: allreduces
+// (backend/allreduce_pipeline.h; over several hosts "three phases": reduce-scatter in the host,
+// allreduces of slices between hosts, all-gather in the host), and over several hosts all-gathers
+// (backend/channel_pipeline.h) and reduce-scatters (backend/scatter_pipeline.h).
 //
 // Numerics: hosts are summed in order, and the ranks of a host in rank order, as partial results
 // that are rounded once. All ranks get the same bits, whatever an element is fused with.

@@ -1,10 +1,10 @@
 // CallWatch: watches calls that should return at once, but may never return.
 //
-// Non-blocking MPI calls can block nevertheless: Open MPI with MPI_THREAD_MULTIPLE has deadlocked
-// itself on learning over TCP that a peer had died. NVIDIA's driver waits for kernels that wait for
-// a peer, and NCCL waits for its own kernels when it aborts. Nothing ends such a call. Threads that
-// wait for the calling thread notice it here and abandon that thread. If the call returns after
-// all, its thread stops there forever, before it touches anything that others have taken over.
+// Open MPI with MPI_THREAD_MULTIPLE has deadlocked itself on learning over TCP that a peer had
+// died; NVIDIA's driver waits for kernels that wait for a peer. Nothing ends such a call. Threads
+// that wait for the calling thread notice it here and abandon that thread. If the call returns
+// after all, its thread stops there forever, before it touches anything that others have taken
+// over.
 //
 // Thread-safety: Call on one thread, never two at a time; everything else on any.
 #pragma once

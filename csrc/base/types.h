@@ -62,11 +62,11 @@ inline bool IsGathering(Collective kind) {
   return kind == Collective::kAllgather || kind == Collective::kAlltoall;
 }
 
-// To a multiple of `unit`.
 // Where the tensors of a batch begin in its buffer. A multiple of every element size, as long as
 // the vectors of any processor.
 constexpr size_t kCacheLine = 64;
 
+// To a multiple of `unit`.
 inline size_t RoundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
 // REQUIRES of these: a valid number.

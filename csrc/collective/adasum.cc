@@ -24,12 +24,10 @@
 // position (the bits of r reversed). The way back doubles what a rank holds and halves the
 // distance, until all ranks have all positions.
 //
-// Several tensors are combined at once, each with its own coefficients. Every tensor is cut into N
-// positions by itself (allreduce.h), so its sums, and its bits, do not depend on the other tensors.
-//
-// 16-bit floats are widened to float32 before the first level and rounded once, after the last.
-// Coefficients are computed in float64, and so is every combination before it is rounded to the
-// working type. Squares of float64 numbers beyond 1e154 overflow, below 1e-154 they vanish.
+// Several tensors are combined at once, each with its own coefficients, and cut by itself, so its
+// bits do not depend on the others. 16-bit floats are widened to float32 before the first level and
+// rounded once, after the last. Coefficients and combinations are computed in float64; squares
+// beyond 1e154 overflow, below 1e-154 they vanish.
 //
 // Cost per rank, L = log2 N, T tensors: 2L messages and L (L+1) / 2 small ones, one after the
 // other; (N-1)/N * S bytes of working data there, (N-1)/N * S back, 12 T L (L+1) for the sums. All
@@ -93,10 +91,7 @@ class Adasum {
         tensors_(tensors),
         data_(data),
         other_(other),
-        size_(transport.size()),
-        rank_(transport.rank()),
         deadline_(deadline),
-        held_(size_),
         dots_(tensors.size()),
         others_dots_(tensors.size()) {
     size_t begin = 0;
@@ -197,10 +192,10 @@ class Adasum {
   const std::vector<size_t>& tensors_;
   T* const data_;
   T* const other_;
-  const int size_, rank_;
+  const int size_ = transport_.size(), rank_ = transport_.rank();
   const TimeNs deadline_;
   std::vector<size_t> begins_;            // of the positions, in elements, and their end
-  int first_ = 0, held_;                  // the positions that this rank holds
+  int first_ = 0, held_ = size_;          // the positions that this rank holds
   std::vector<Dots> dots_, others_dots_;  // per tensor
 };
 

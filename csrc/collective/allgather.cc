@@ -19,9 +19,7 @@
 // exchange bounds the bytes in flight per peer, whereas a ring's first step sends a whole chunk at
 // once, which fills the queues before the wires.
 //
-// Source: the all-gather of R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective
-// communication operations in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005) 49-66,
-// doi:10.1177/1094342005051521, with segments.
+// Source: [Thakur 2005] (collectives.h), with segments.
 
 #include <vector>
 

@@ -22,9 +22,7 @@
 // only after waiting for all earlier steps. Of all waiting ranks, consider one whose step (in the
 // order of rounds) is lowest: its peer is at that step or a later one, so it has posted its half.
 //
-// Source: the long-message all-to-all of R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of
-// collective communication operations in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005)
-// 49-66, doi:10.1177/1094342005051521.
+// Source: the long-message all-to-all of [Thakur 2005] (collectives.h).
 
 #include <algorithm>
 #include <vector>
@@ -34,17 +32,7 @@
 #include "kernels/copy.h"
 
 namespace hororing {
-namespace {
-
 constexpr size_t kAhead = 8, kMaxAhead = 64;  // requests
-
-// The next segment of `part` after `done` posted bytes.
-Span Segment(const Span& part, size_t done, size_t segment) {
-  const size_t begin = std::min(part.size, done);
-  return {part.begin + begin, std::min(segment, part.size - begin)};
-}
-
-}  // namespace
 
 Status ExchangeParts(Transport& transport, const std::byte* from, const std::vector<Span>& sends,
                      std::byte* to, const std::vector<Span>& receives, TimeNs deadline,
@@ -60,8 +48,8 @@ Status ExchangeParts(Transport& transport, const std::byte* from, const std::vec
   for (size_t done = 0; done < longest; done += segment) {
     for (size_t i = 1; i < size; ++i) {
       const size_t target = (rank + i) % size, source = (rank + size - i) % size;
-      const Span out = Segment(sends[target], done, segment);
-      const Span in = Segment(receives[source], done, segment);
+      const Span out = SegmentOf(sends[target], done, segment);
+      const Span in = SegmentOf(receives[source], done, segment);
       if (in.size > 0) {
         inflight.Add(transport.Receive(static_cast<int>(source), to + in.begin, in.size));
       }

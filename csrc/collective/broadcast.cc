@@ -18,10 +18,9 @@
 // + K < ceil(log2 N) * K. It is also chosen for two ranks, where both take the same time, to bound
 // the message size.
 //
-// Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication
-// operations in MPICH", doi:10.1177/1094342005051521 (tree); J. Pjesivac-Grbovic et
-// al., "Performance analysis of MPI collective operations", Cluster Comput. 10 (2007) 127-143,
-// doi:10.1007/s10586-007-0012-0 (chain).
+// Source: [Thakur 2005] (collectives.h) for the tree; J. Pjesivac-Grbovic et al., "Performance
+// analysis of MPI collective operations", Cluster Comput. 10 (2007) 127-143,
+// doi:10.1007/s10586-007-0012-0, for the chain.
 
 #include <vector>
 

@@ -1,6 +1,10 @@
 // Collectives that move data without arithmetic, over a Transport. Stateless. All ranks pass
 // matching sizes, one for each rank of the transport, and the same root. `segment_bytes`: the
 // message size, the same on all ranks; 0: built in.
+//
+// [Thakur 2005]: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication
+// operations in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005) 49-66,
+// doi:10.1177/1094342005051521.
 #pragma once
 
 #include <cstddef>

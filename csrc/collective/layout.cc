@@ -33,10 +33,6 @@ size_t Layout::PartialBytes(size_t bytes) const {
   return partial;
 }
 
-size_t Layout::unit() const {
-  return runs_.size() == 1 ? ElementSize(runs_[0].spec.dtype) : kCacheLine;
-}
-
 Span Layout::Part(const Span& span, int count, int index) const {
   const Span part = Chunk(span.size / unit(), count, index);
   return {span.begin + part.begin * unit(), part.size * unit()};

@@ -43,7 +43,7 @@ class Layout {
 
   // The buffer may be cut at multiples of this many bytes: an element or, with several runs, a
   // cache line.
-  size_t unit() const;
+  size_t unit() const { return runs_.size() == 1 ? ElementSize(runs_[0].spec.dtype) : kCacheLine; }
   // Part `index` of `count` of a span. Sizes differ by at most one unit.
   Span Part(const Span& span, int count, int index) const;
   std::vector<Span> Parts(int count) const;

@@ -20,10 +20,8 @@
 // No deadlock: a wait of round k requires only that the other ranks have posted round k, which they
 // do before they wait for it.
 //
-// Source: the pairwise-exchange reduce-scatter of R. Thakur, R. Rabenseifner, W. Gropp,
-// "Optimization of collective communication operations in MPICH", Int. J. High Perform. Comput.
-// Appl. 19 (2005) 49-66, doi:10.1177/1094342005051521; the order of summation and
-// the segments are ours.
+// Source: the pairwise exchange of [Thakur 2005] (collectives.h); the order of summation and the
+// segments are ours.
 
 #include <algorithm>
 #include <deque>
@@ -51,15 +49,11 @@ class Exchange {
   Exchange(Transport& transport, const ScatterBuffer& buffer, const std::vector<Span>& parts,
            size_t segment, size_t depth, std::byte* scratch, TimeNs deadline)
       : transport_(transport),
-        layout_(buffer.layout),
-        input_(buffer.input),
-        result_(buffer.result),
+        buffer_(buffer),
         scratch_(scratch),
         segment_(segment),
         depth_(depth),
         parts_(parts),
-        size_(transport.size()),
-        rank_(transport.rank()),
         sources_(static_cast<size_t>(size_)),
         receives_(transport, deadline),
         sends_(transport, deadline) {}
@@ -83,9 +77,7 @@ class Exchange {
  private:
   // Segment `round` of rank `owner`'s part; empty beyond its end.
   Span Segment(int owner, size_t round) const {
-    const Span& part = parts_[static_cast<size_t>(owner)];
-    const size_t begin = std::min(part.size, round * segment_);
-    return {part.begin + begin, std::min(segment_, part.size - begin)};
+    return SegmentOf(parts_[static_cast<size_t>(owner)], round * segment_, segment_);
   }
   // The contribution of the i-th rank before this one, i = 1 .. N-1.
   std::byte* Slot(size_t round, int i) {
@@ -104,31 +96,29 @@ class Exchange {
       const int to = (rank_ + i) % size_;
       const Span theirs = Segment(to, round);
       if (theirs.size == 0) continue;
-      sends_.Add(transport_.Send(to, input_ + theirs.begin, theirs.size));
+      sends_.Add(transport_.Send(to, buffer_.input + theirs.begin, theirs.size));
     }
     sent_.push_back(sends_.added());
   }
 
   void Combine(const Span& own, size_t round) {
     const size_t done = own.begin - parts_[static_cast<size_t>(rank_)].begin;
-    layout_.ForEachRun(own, [&](const ReduceSpec& spec, size_t at, size_t, size_t elements) {
-      sources_[static_cast<size_t>(rank_)] = input_ + own.begin + at;
+    buffer_.layout.ForEachRun(own, [&](const ReduceSpec& spec, size_t at, size_t, size_t elements) {
+      sources_[static_cast<size_t>(rank_)] = buffer_.input + own.begin + at;
       for (int i = 1; i < size_; ++i) {
         sources_[static_cast<size_t>((rank_ + size_ - i) % size_)] = Slot(round, i) + at;
       }
-      ReduceMany(spec, size_, result_ + done + at, sources_.data(), size_, elements);
+      ReduceMany(spec, size_, buffer_.result + done + at, sources_.data(), size_, elements);
     });
   }
 
   Transport& transport_;
-  const Layout& layout_;
-  const std::byte* const input_;
-  std::byte* const result_;
+  const ScatterBuffer& buffer_;
   std::byte* const scratch_;  // depth_ * (N-1) segments
   const size_t segment_;      // bytes
   const size_t depth_;        // rounds under way
   const std::vector<Span>& parts_;
-  const int size_, rank_;
+  const int size_ = transport_.size(), rank_ = transport_.rank();
   std::vector<const void*> sources_;
   Inflight receives_, sends_;
   std::deque<size_t> sent_;  // by the end of each round under way

@@ -62,9 +62,6 @@ class Ring {
         scratch_(scratch),
         segment_(segment),
         chunks_(chunks),
-        size_(transport.size()),
-        next_((transport.rank() + 1) % size_),
-        previous_((transport.rank() + size_ - 1) % size_),
         to_post_(chunks, segment, transport.rank() - 2, 2 * (size_ - 1)),
         receives_(transport, deadline),
         sends_(transport, deadline) {}
@@ -114,21 +111,16 @@ class Ring {
       Send(place.span);
     }
   }
-  void Send(const Span& span) { sends_.Add(transport_.Send(next_, data_ + span.begin, span.size)); }
+  void Send(const Span& span) { sends_.Add(transport_.Send(next_, At(span), span.size)); }
 
-  void Start(const Span& span) {
-    std::byte* const own = data_ + span.begin;
-    StartPartial(layout_, span, own, own);  // partial results have the types of the elements
-  }
+  // Partial results have the types of the elements.
+  void Start(const Span& span) { StartPartial(layout_, span, At(span), At(span)); }
   void Combine(const Span& span, const std::byte* received) {
-    std::byte* const own = data_ + span.begin;
     Start(span);
-    CombinePartials(layout_, span, own, own, received);
+    CombinePartials(layout_, span, At(span), At(span), received);
   }
-  void Finish(const Span& span) {
-    std::byte* const own = data_ + span.begin;
-    FinishPartial(layout_, span, size_, own, own);
-  }
+  void Finish(const Span& span) { FinishPartial(layout_, span, size_, At(span), At(span)); }
+  std::byte* At(const Span& span) const { return data_ + span.begin; }
 
   Transport& transport_;
   const Layout& layout_;
@@ -136,7 +128,8 @@ class Ring {
   std::byte* const scratch_;  // kAhead segments
   const size_t segment_;      // bytes
   const std::vector<Span>& chunks_;
-  const int size_, next_, previous_;
+  const int size_ = transport_.size(), next_ = (transport_.rank() + 1) % size_,
+            previous_ = (transport_.rank() + size_ - 1) % size_;
   int step_ = 0;
   RingSchedule to_post_;
   RingSchedule::Place next_to_post_;  // taken from to_post_, or empty

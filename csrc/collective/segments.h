@@ -45,6 +45,12 @@ inline std::vector<Span> ContiguousSpans(const std::vector<size_t>& sizes) {
   return spans;
 }
 
+// The next segment of `part`, of which `done` bytes are done; empty at its end.
+inline Span SegmentOf(const Span& part, size_t done, size_t segment) {
+  const size_t begin = std::min(part.size, done);
+  return {part.begin + begin, std::min(segment, part.size - begin)};
+}
+
 inline size_t Sum(const std::vector<size_t>& sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), size_t{0});
 }
@@ -55,11 +61,10 @@ inline size_t LargestSize(const std::vector<Span>& spans) {
   return largest;
 }
 
-// Bytes of a segment for chunks of at most `chunk_bytes`. A rank forwards a segment as soon as it
-// has arrived, so a step of a ring delays by one of kCuts segments, not by a chunk. Below 32 KiB, a
-// message costs more than it hides. 256 KiB stay in the second-level cache between arrival and
-// combination. A chunk of more than 32 MiB gets larger segments, so that up to 256 MiB it has at
-// most 128 of them. `wanted`, if not 0, overrides all this.
+// Bytes of a segment for chunks of at most `chunk_bytes`; `wanted` if that is not 0. A step of a
+// ring delays by one of kCuts segments. Below 32 KiB, a message costs more than it hides; 256 KiB
+// stay in the second-level cache between arrival and combination. Chunks of more than 32 MiB get
+// larger segments: at most 128 up to 256 MiB.
 inline size_t SegmentBytes(size_t chunk_bytes, size_t wanted = 0) {
   if (wanted != 0) return wanted;
   constexpr size_t kMin = 32 << 10, kDefault = 256 << 10, kMax = 2 << 20;

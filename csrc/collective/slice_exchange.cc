@@ -32,8 +32,6 @@ SliceExchange::SliceExchange(Transport& wire, Plan plan, TimeNs deadline)
     : wire_(wire),
       plan_(std::move(plan)),
       deadline_(deadline),
-      max_ahead_(plan_.depth / 2),
-      partial_room_(RoundUp(plan_.max_bytes * layout().widening(), kCacheLine)),
       arrival_room_(plan_.whole ? partial_room_
                                 : RoundUp(layout().Part({0, plan_.max_bytes}, hosts(), 0).size *
                                               layout().widening(),
@@ -46,11 +44,6 @@ Status SliceExchange::Reserve(Scratch& scratch) {
       scratch.Reserve(bytes, "allreduce between hosts: no memory for partial sums", &partials_));
   arrivals_ = partials_ + plan_.depth * partial_room_;
   return Status::Ok();
-}
-
-bool SliceExchange::CanBegin() const {
-  return begun_ < plan_.slices && begun_ <= returned_ + max_ahead_ &&
-         begun_ < completed_ + plan_.depth;
 }
 
 void SliceExchange::Send(Slice& slice, int host, const std::byte* data, size_t bytes) {

@@ -1,9 +1,8 @@
 // SliceExchange: allreduces of slices among one rank of every host, with several in flight. It is
 // the part of an allreduce over several hosts that uses the wire, and never blocks.
 //
-// A rank contributes the sum of its host, as partial results (kernels/reduce.h). The result is
-// finished: divided, scaled and rounded once. Hosts are summed in order, so the bits depend neither
-// on how the data is cut nor on timing.
+// A rank contributes the sum of its host, as partial results (kernels/reduce.h), and gets finished
+// results. Hosts are summed in order: the bits depend neither on the cuts nor on timing.
 //
 //                   host 0           host 1           host 2         chunks a b c of one slice
 //   begin           a0 b0 c0         a1 b1 c1         a2 b2 c2       sums of each host
@@ -61,7 +60,10 @@ class SliceExchange {
 
   // Call it first. Returns kInternal if memory is short.
   Status Reserve(Scratch& scratch);
-  bool CanBegin() const;
+  bool CanBegin() const {
+    return begun_ < plan_.slices && begun_ <= returned_ + max_ahead_ &&
+           begun_ < completed_ + plan_.depth;
+  }
   // REQUIRES: CanBegin(). The place for the host's sum of the next slice, as partial results.
   std::byte* Partial() { return partials_ + begun_ % plan_.depth * partial_room_; }
   // Starts the next slice, a span of the layout whose sum is in Partial(). `result` is written
@@ -103,8 +105,9 @@ class SliceExchange {
   Transport& wire_;
   const Plan plan_;
   const TimeNs deadline_;
-  const uint64_t max_ahead_;
-  const size_t partial_room_;  // bytes of the longest slice
+  const uint64_t max_ahead_ = plan_.depth / 2;
+  // Bytes of the longest slice.
+  const size_t partial_room_ = RoundUp(plan_.max_bytes * layout().widening(), kCacheLine);
   const size_t arrival_room_;  // bytes that one host sends
   std::byte* partials_ = nullptr;
   std::byte* arrivals_ = nullptr;

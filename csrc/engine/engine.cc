@@ -140,11 +140,10 @@ Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional
   Devices::Options devices = config.devices;
   devices.likely = topology_.local_rank;
   shared_.devices = std::make_shared<Devices>(devices);
-  BackendOptions options;
-  options.name = config.backend;
-  options.allreduce = config.allreduce;
-  options.cuda = {shared_.devices, config.gpu, config.allreduce.reproducible,
-                  static_cast<size_t>(config.fusion_bytes)};
+  const BackendOptions options{config.backend,
+                               config.allreduce,
+                               {shared_.devices, config.gpu, config.allreduce.reproducible,
+                                static_cast<size_t>(config.fusion_bytes)}};
   std::vector<std::unique_ptr<Backend>> backends =
       MakeBackends(options, *world, *world->transport, Members::World(topology_.size));
   std::vector<TimeNs> clock_offsets;
@@ -203,7 +202,7 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   const EngineConfig& config = shared_.config;
   if (config.backend == "auto" && config.timeline_to == 0)
     exchange_ = world->transport->one_shot_exchange();
-  neighbours_ = world->neighbours;
+  local_processes_ = world->local_processes;
   world->transport->Watch(&calls_);
   if (!world->note.empty()) Log(LogLevel::kWarning, world->note);
   const Status same = CompareFingerprints(*world->transport, shared_.config.fingerprint,

@@ -135,7 +135,7 @@ class Engine {
   // Written by the loop thread before `started_`, constant afterwards.
   Topology topology_;
   std::string transport_name_;
-  std::vector<ProcessIdentity> neighbours_;
+  std::vector<ProcessIdentity> local_processes_;
   bool all_fail_ = false;  // loop thread: the start fails alike on all ranks
 
   // Null: every request goes through the loop.

@@ -3,18 +3,14 @@
 #include <algorithm>
 
 namespace hororing {
-namespace {
-
-struct Open {
-  FusionKey key;
-  size_t batch;
-  int64_t bytes;
-};
-
-}  // namespace
 
 std::vector<std::vector<size_t>> PlanFusion(const std::vector<FusionItem>& items,
                                             int64_t fusion_bytes) {
+  struct Open {
+    FusionKey key;
+    size_t batch;
+    int64_t bytes;
+  };
   std::vector<std::vector<size_t>> batches;
   std::vector<Open> open;
   for (size_t i = 0; i < items.size(); ++i) {

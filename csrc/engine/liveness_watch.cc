@@ -29,10 +29,6 @@ bool LivenessWatch::MustReportBlocked(TimeNs now) {
   return true;
 }
 
-Status LivenessWatch::CheckParents(int parent, TimeNs now) {
-  return Check({{parent, waits_since_ns_}, {0, waits_since_ns_}}, now);
-}
-
 Status LivenessWatch::Check(const std::map<int, TimeNs>& awaited, TimeNs now) {
   int rank = -1;
   TimeNs silence = 0;

@@ -32,7 +32,9 @@ class LivenessWatch {
   // During a long wait: whether to report (again) that a caller is blocked.
   bool MustReportBlocked(TimeNs now);
   // During a long wait: an error if this rank's parent or rank 0 has given no sign of life.
-  Status CheckParents(int parent, TimeNs now);
+  Status CheckParents(int parent, TimeNs now) {
+    return Check({{parent, waits_since_ns_}, {0, waits_since_ns_}}, now);
+  }
   // The same for any ranks, and since when this rank waits for them. Warns before it fails.
   Status Check(const std::map<int, TimeNs>& awaited, TimeNs now);
 

@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "base/arithmetic.h"
@@ -19,18 +18,9 @@ namespace {
 constexpr TimeNs kFinalTimeout = 2 * kSecond, kTimelineTimeout = 4 * kSecond;
 constexpr TimeNs kRevokedTimeout = kSecond / 5;
 
-Coordinator::Options CoordinatorOptions(const EngineConfig& config, const World& world) {
-  Coordinator::Options options;
-  options.size = world.topology.size;
-  options.cache_capacity = config.cache_capacity;
-  options.stall = config.stall;
-  return options;
-}
-
 Communicator WorldCommunicator(const World& world, std::vector<std::unique_ptr<Backend>> backends) {
   Communicator communicator;
-  communicator.ranks.resize(static_cast<size_t>(world.topology.size));
-  std::iota(communicator.ranks.begin(), communicator.ranks.end(), 0);
+  communicator.ranks = Members::World(world.topology.size).ranks;
   communicator.rank = world.topology.rank;
   communicator.backends = std::move(backends);
   return communicator;
@@ -63,7 +53,10 @@ Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
   if (topology_.rank == group_[0] && group_.size() > 1) {
     host_reports_.emplace(group_, ReportPace::kUnansweredCycles * shared.config.cycle_time_ns);
   }
-  if (topology_.rank == 0) coordinator_.emplace(CoordinatorOptions(shared.config, world));
+  if (topology_.rank == 0) {
+    coordinator_.emplace(
+        Coordinator::Options{topology_.size, shared.config.cache_capacity, shared.config.stall});
+  }
 }
 
 Status Loop::Run(std::unique_lock<std::mutex>& progress) {

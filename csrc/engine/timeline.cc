@@ -56,8 +56,6 @@ void Timeline::Ship(TimeNs now) {
   ShipAll(/*last=*/false);
 }
 
-TimeNs Timeline::NextDeadline() const { return sink_.empty() ? kForever : next_ship_ns_; }
-
 void Timeline::CloseNow() {
   if (!writer_.is_open()) return;
   if (sink_.dropped() > 0) {

@@ -31,7 +31,7 @@ class Timeline {
   // While the timeline is on: ships if it is time.
   void Ship(TimeNs now);
   // When Ship must be called next; kForever if there is nothing to ship.
-  TimeNs NextDeadline() const;
+  TimeNs NextDeadline() const { return sink_.empty() ? kForever : next_ship_ns_; }
   // Rank 0: false while a file is open.
   bool closed() const { return !writer_.is_open(); }
   // Rank 0: closes without waiting for missing ranks (they are dead, or too late).

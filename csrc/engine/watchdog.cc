@@ -24,8 +24,8 @@ void Engine::CheckLoop() {
   const bool ended = state() == State::kStopped || state() == State::kFailed;
   if (lasts < (ended ? limit : std::min(limit, kLongestAfterDeath))) return;
   int dead = 0;
-  const int ranks = static_cast<int>(neighbours_.size());
-  while (dead < ranks && !IsGone(neighbours_[static_cast<size_t>(dead)])) ++dead;
+  const int ranks = static_cast<int>(local_processes_.size());
+  while (dead < ranks && !IsGone(local_processes_[static_cast<size_t>(dead)])) ++dead;
   if (dead == ranks && lasts < limit && !shared_.mailbox.revoked()) return;
   const CallWatch::Name name = calls_.Abandon();
   if (name.call == nullptr) return;
@@ -45,7 +45,8 @@ void Engine::CheckLoop() {
   Status why(Code::kTransport, text);
   if (dead < ranks) {
     const std::string who = "rank " + std::to_string(dead) + " (pid " +
-                            std::to_string(neighbours_[static_cast<size_t>(dead)].pid) + ") died";
+                            std::to_string(local_processes_[static_cast<size_t>(dead)].pid) +
+                            ") died";
     why = Status(Code::kPeerLost, who + ", and " + text, dead);
   }
   Log(LogLevel::kError, "the engine has failed: " + why.message());

@@ -128,7 +128,6 @@ Status RunAllreduce(const Batch& batch, NcclCommunicator& communicator, const De
   if (packs) {
     StageSpan pack(trace, Stage::kPack, batch);
     HORORING_RETURN_IF_ERROR(device.CopyOnDevice(copies));
-    pack.End(batch.bytes());
   }
   Calls calls(communicator, device);
   StageSpan reduce(trace, Stage::kReduce, batch);
@@ -148,7 +147,6 @@ Status RunAllreduce(const Batch& batch, NcclCommunicator& communicator, const De
     copies[i] = {entries[i]->output, copies[i].to, copies[i].bytes};
   }
   HORORING_RETURN_IF_ERROR(device.CopyOnDevice(copies));
-  unpack.End(batch.bytes());
   return Status::Ok();
 }
 
@@ -255,7 +253,6 @@ Status RunByNccl(const Batch& batch, NcclCommunicator& communicator, const Devic
         return calls.result();
       },
       deadline));
-  span.End(batch.bytes());
   return Status::Ok();
 }
 

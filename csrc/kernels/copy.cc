@@ -8,11 +8,10 @@
 namespace hororing {
 namespace {
 
-// Note [REP MOVSB]: glibc before 2.39 uses this instruction for large copies if the processor
-// reports that it is fast. On EPYC (Zen 3, glibc 2.36) it takes 13 times as long, 3 GB/s instead of
-// 41, if the target's offset in its page is 1 to 31 bytes larger than the source's
-// (https://sourceware.org/bugzilla/show_bug.cgi?id=30994 reports it for Zen 4). This is common:
-// large blocks of malloc, such as NumPy's, begin 16 bytes into a page, and slots at its beginning.
+// Note [REP MOVSB]: glibc before 2.39 uses this instruction for large copies. On EPYC it takes 13
+// times as long, 3 GB/s instead of 41, if the target's offset in its page is 1 to 31 bytes larger
+// than the source's (https://sourceware.org/bugzilla/show_bug.cgi?id=30994). This is common: large
+// blocks of malloc, such as NumPy's, begin 16 bytes into a page, and slots at its beginning.
 constexpr uintptr_t kPage = 4096, kTooClose = 64;
 // Below this size, glibc uses vectors of AVX2 or wider.
 constexpr size_t kMin = 4096;

@@ -1,12 +1,11 @@
 // Copies into memory that other cores have read and will read next: slots and pipes.
 //
-// A core must own a cache line to write it, so the line is first taken away from a core that has
-// read it. Within one last-level cache that costs little. Between two of them it is by far the most
-// expensive part of a sum through shared memory: ordinary stores reach 2 GB/s there (EPYC of the
-// Zen 4 generation), while reading from the other cache reaches 18. Non-temporal (streaming) stores
-// bypass the caches: 28 GB/s, wherever the other core is. The next read then comes from memory, at
-// 15 GB/s instead of 40 in a shared cache. Copies are therefore ordinary unless measurements show
-// that they are slow: threads move between cores, and machines do not expose their topology.
+// A core must take a cache line away from those that have read it before it can write it. Between
+// two last-level caches that is by far the most expensive part of a sum through shared memory: 2
+// GB/s (EPYC of the Zen 4 generation, ADR 37). Non-temporal (streaming) stores reach 28 GB/s
+// anywhere, but the next read then comes from memory, at 15 GB/s instead of 40 in a shared cache.
+// Copies are therefore ordinary unless measurements show that they are slow: threads move between
+// cores, and machines do not expose their topology.
 #pragma once
 
 #include <array>

@@ -73,8 +73,4 @@ std::optional<std::string> HostReports::Take(TimeNs now) {
   return EncodeCombined(alike);
 }
 
-TimeNs HostReports::NextDeadline() const {
-  return held_count_ > 0 ? After(since_ns_, longest_ns_) : kForever;
-}
-
 }  // namespace hororing

@@ -42,7 +42,7 @@ class HostReports {
   // Returns the message, if one is due.
   std::optional<std::string> Take(TimeNs now);
   // When Take has something to do without a new report; kForever: never.
-  TimeNs NextDeadline() const;
+  TimeNs NextDeadline() const { return held_count_ > 0 ? After(since_ns_, longest_ns_) : kForever; }
 
  private:
   template <typename Id>

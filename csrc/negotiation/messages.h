@@ -76,10 +76,10 @@ struct Splits {
   std::vector<int64_t> rows;
 };
 
-// From a rank to the coordinator: the requests submitted since the last report.
 // In the reason of a rank that leaves because of an exception: the others have lost it.
 inline constexpr char kWhileHandling[] = " while handling ";
 
+// From a rank to the coordinator: the requests submitted since the last report.
 struct Report {
   uint64_t applied = 0;          // sequence of the last agreement that this rank has applied
   std::vector<uint64_t> cached;  // requests known by their cache id

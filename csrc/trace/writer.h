@@ -18,9 +18,8 @@
 // pid = rank + 1, tid = 16 * rank + track + 1: viewers drop pid 0 and tid 0, and tids must be
 // unique over the whole file.
 //
-// Viewers require that the spans of one tid nest. Those of the loop do. Callers may be several
-// threads, so a caller's span that would cross another one moves to another row of its rank
-// ("caller 2", ...; up to 14 rows).
+// The spans of one tid must nest. A caller's span that would cross that of another thread moves to
+// another row of its rank ("caller 2", ...; up to 14 rows).
 //
 // Thread-safety: none; the engine's loop thread owns it.
 #pragma once

@@ -137,20 +137,21 @@ Status CheckSameOptions(const std::vector<std::string>& options_texts) {
 }
 
 // MPI does not report the end of a process, but this host can see it. `mpi` may be null.
-Status WatchNeighbours(Bootstrap& bootstrap, const std::vector<std::string>& host_ids,
-                       TimeNs deadline, Transport* mpi, std::vector<ProcessIdentity>* neighbours) {
+Status WatchLocalProcesses(Bootstrap& bootstrap, const std::vector<std::string>& host_ids,
+                           TimeNs deadline, Transport* mpi,
+                           std::vector<ProcessIdentity>* local_processes) {
   const ProcessIdentity self = ThisProcess();
   std::vector<std::string> texts;
   HORORING_RETURN_IF_ERROR(bootstrap.Share(
       std::to_string(self.pid) + " " + std::to_string(self.start_time), deadline, &texts));
   std::vector<ProcessIdentity> processes(texts.size());
   std::vector<bool> here;
-  neighbours->assign(texts.size(), {});
+  local_processes->assign(texts.size(), {});
   const size_t own = static_cast<size_t>(bootstrap.rank());
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     std::istringstream(texts[rank]) >> processes[rank].pid >> processes[rank].start_time;
     here.push_back(host_ids[rank] == host_ids[own] && rank != own);
-    if (here.back()) (*neighbours)[rank] = processes[rank];
+    if (here.back()) (*local_processes)[rank] = processes[rank];
   }
   if (mpi != nullptr) mpi->WatchProcesses(std::move(processes), std::move(here));
   return Status::Ok();
@@ -220,7 +221,7 @@ Status MakeWorld(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadl
   HORORING_RETURN_IF_ERROR(bootstrap.Share(wish, deadline, &options_texts));
   HORORING_RETURN_IF_ERROR(CheckSameOptions(options_texts));
   HORORING_RETURN_IF_ERROR(
-      WatchNeighbours(bootstrap, host_ids, deadline, over_mpi.get(), &world->neighbours));
+      WatchLocalProcesses(bootstrap, host_ids, deadline, over_mpi.get(), &world->local_processes));
   const Topology topology = world->topology = MakeTopology(bootstrap.rank(), host_ids);
   const bool one_host = topology.hosts.size() == 1;
   if (wish == "mpi" && over_mpi == nullptr) {
@@ -278,30 +279,24 @@ Topology MakeTopology(int rank, const std::vector<std::string>& host_ids) {
   topology.rank = rank;
   topology.size = static_cast<int>(host_ids.size());
   std::map<std::string, int> numbers;
-  std::vector<int> ranks_on;
-  std::vector<int> local_rank_of;
   for (const std::string& id : host_ids) {
     const auto [host, added] = numbers.try_emplace(id, static_cast<int>(numbers.size()));
-    if (added) {
-      topology.hosts.push_back(id.substr(0, id.find('|')));
-      ranks_on.push_back(0);
-    }
+    if (added) topology.hosts.push_back(id.substr(0, id.find('|')));
     topology.host_of.push_back(host->second);
-    local_rank_of.push_back(ranks_on[static_cast<size_t>(host->second)]++);
   }
-  const size_t self = static_cast<size_t>(rank);
-  const int my_host = topology.host_of[self];
-  topology.local_rank = local_rank_of[self];
-  topology.local_size = ranks_on[static_cast<size_t>(my_host)];
+  const std::vector<std::vector<int>> ranks_on = topology.ranks_on();
+  const size_t my_host = static_cast<size_t>(topology.host_of[static_cast<size_t>(rank)]);
+  const std::vector<int>& here = ranks_on[my_host];
+  topology.local_rank = static_cast<int>(std::find(here.begin(), here.end(), rank) - here.begin());
+  topology.local_size = static_cast<int>(here.size());
   topology.cross_size = 0;
-  topology.cross_rank = 0;
   for (size_t host = 0; host < ranks_on.size(); ++host) {
-    if (ranks_on[host] <= topology.local_rank) continue;
-    ++topology.cross_size;
-    if (static_cast<int>(host) < my_host) ++topology.cross_rank;
+    if (host == my_host) topology.cross_rank = topology.cross_size;
+    if (static_cast<int>(ranks_on[host].size()) > topology.local_rank) ++topology.cross_size;
   }
-  topology.homogeneous = std::all_of(ranks_on.begin(), ranks_on.end(),
-                                     [&](int ranks) { return ranks == ranks_on[0]; });
+  topology.homogeneous =
+      std::all_of(ranks_on.begin(), ranks_on.end(),
+                  [&](const std::vector<int>& ranks) { return ranks.size() == here.size(); });
   return topology;
 }
 

@@ -37,7 +37,7 @@ struct World {
   std::unique_ptr<Transport> local;
   Topology topology;
   // By rank: the processes of the other ranks of this host; pid 0 for all others.
-  std::vector<ProcessIdentity> neighbours;
+  std::vector<ProcessIdentity> local_processes;
   std::string note;  // why the expected transport is not used; empty if it is
   std::string why;   // why MPI was chosen or not; empty if there was no choice
 };
@@ -66,7 +66,7 @@ struct WorldOptions {
 // All ranks decide alike, and fail with the same text, as long as the bootstrap connects them.
 Status MakeWorld(const WorldOptions& options, World* world);
 
-// Several hosts: from now on, control messages between neighbours go through `world.local`.
+// Several hosts: from now on, control messages between ranks of one host go through `world.local`.
 void RouteControl(const WorldOptions& options, World* world);
 
 // N ranks inside this process, for tests: element r belongs to the thread of rank r.

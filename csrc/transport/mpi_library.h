@@ -1,10 +1,8 @@
-// What a library of MPI exports: it makes a MpiTransport, over its own MPI communicator, a
-// duplicate of the given one. Only the folder transport/mpi includes <mpi.h>. It is built as a
-// separate library for each ABI of MPI (libhororing_mpi_openmpi and others). The core loads one
-// only if a job has more than one rank, so a job of one rank neither needs nor initialises MPI.
-//
-// The library is not linked to MPI: a matching MPI library must be loaded before it, with visible
-// symbols (hororing/_engine/mpi.py).
+// What a library of MPI exports: it makes a MpiTransport, over its own duplicate of an MPI
+// communicator. There is one library for each ABI of MPI (libhororing_mpi_openmpi and others), of
+// the folder transport/mpi, which alone includes <mpi.h>. The core loads one only if a job has more
+// than one rank. It is not linked to MPI: a matching MPI library must be loaded before it, with
+// visible symbols (hororing/_engine/mpi.py).
 //
 // Only the loop's thread calls MPI (Wake does not). If the script initialised MPI with less than
 // MPI_THREAD_MULTIPLE, creation is refused: two threads inside a SERIALIZED Open MPI crash

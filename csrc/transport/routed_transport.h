@@ -1,9 +1,9 @@
-// RoutedTransport: the transport of a job over several hosts whose ranks share memory with their
-// neighbours. Control messages between ranks of one host go through that memory, everything else
-// over the wire.
+// RoutedTransport: the transport of a job over several hosts, within which ranks share memory.
+// Control messages between ranks of one host go through that memory, everything else over the wire.
 //
 // With MPI one thread must do everything, so the loop's thread polls both. It sleeps on the
-// doorbell of the shared memory, which neighbours and callers ring, and polls the wire in between.
+// doorbell of the shared memory, which the host's ranks and callers ring, and polls the wire in
+// between.
 #pragma once
 
 #include <memory>
@@ -61,7 +61,7 @@ class RoutedTransport final : public Transport {
   bool Close(TimeNs deadline) override { return wire_->Close(deadline); }
 
  private:
-  // Continues sending messages that did not fit into the neighbours' pipes. True when all are sent.
+  // Continues sending messages that did not fit into the pipes. True when all are sent.
   bool MoveLocal() { return !local_.HasUnsent() || local_.Flush(0); }
   bool Fetch();
 

@@ -5,6 +5,7 @@
 // whichever subgroup. It has only a data plane; negotiation has one control plane for all.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,7 +18,8 @@ class Subgroup final : public Transport {
  public:
   // `ranks` of `parent`, in the order that they have here; this rank is among them. The parent is
   // borrowed.
-  Subgroup(Transport& parent, std::vector<int> ranks);
+  Subgroup(Transport& parent, std::vector<int> ranks)
+      : parent_(parent), ranks_(std::move(ranks)), rank_(RankOf(parent.rank())) {}
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(ranks_.size()); }
@@ -42,7 +44,10 @@ class Subgroup final : public Transport {
   // The ranks in the parent, in the order of the subgroup.
   const std::vector<int>& ranks() const { return ranks_; }
   // The rank in the subgroup of a rank of the parent.
-  int RankOf(int parent_rank) const;
+  int RankOf(int parent_rank) const {
+    const auto found = std::find(ranks_.begin(), ranks_.end(), parent_rank);
+    return static_cast<int>(found - ranks_.begin());
+  }
   TimeNs Silence(int peer) override { return parent_.Silence(ParentRank(peer)); }
   Status CheckPeers() override { return parent_.CheckPeers(); }
   void AnnounceFailure(const Status& why) override { parent_.AnnounceFailure(why); }

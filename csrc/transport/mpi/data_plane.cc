@@ -87,41 +87,38 @@ void MpiTransport::GiveBack(Buffer buffer) {
   if (spare_.size() < kSharedWindow) spare_.push_back(std::move(buffer));
 }
 
-void MpiTransport::StartSends(int peer) {
-  Peer& state = PeerOf(peer);
-  while (!state.sends.open.empty() && MayStart(state.sending) && data_error_.ok()) {
-    Transfers::Transfer& transfer = state.sends.open.front();
+// Starts the next pieces of the open transfers in one direction. start(piece, data) gives a piece
+// to MPI, whose data is at that place of the caller's memory.
+template <typename StartPiece>
+void MpiTransport::Start(int peer, const char* call, std::deque<Transfers::Transfer>& open,
+                         std::deque<Piece>& under_way, const StartPiece& start) {
+  while (!open.empty() && MayStart(under_way) && data_error_.ok()) {
+    Transfers::Transfer& transfer = open.front();
     const size_t bytes = std::min(transfer.left, kPieceBytes);
-    Piece piece{TakeBuffer(), MPI_REQUEST_NULL, nullptr, bytes, bytes == transfer.left};
-    CopyBytes(piece.buffer.get(), transfer.data, bytes);
-    const int error = Call("MPI_Isend", [&] {
-      return MPI_Isend(piece.buffer.get(), static_cast<int>(bytes), MPI_BYTE, peer, kDataTag, data_,
-                       &piece.request);
-    });
-    NoteDataError("MPI_Isend", error, peer);
+    Piece piece{TakeBuffer(), MPI_REQUEST_NULL, transfer.data, bytes, bytes == transfer.left};
+    NoteDataError(call, Call(call, [&] { return start(piece, static_cast<int>(bytes)); }), peer);
     transfer.data += bytes;
     transfer.left -= bytes;
-    if (piece.last) state.sends.FinishFirst();
-    state.sending.push_back(std::move(piece));
+    under_way.push_back(std::move(piece));
+    if (under_way.back().last) open.pop_front();
   }
+}
+
+void MpiTransport::StartSends(int peer) {
+  Peer& state = PeerOf(peer);
+  const size_t before = state.sends.open.size();
+  Start(peer, "MPI_Isend", state.sends.open, state.sending, [&](Piece& piece, int bytes) {
+    CopyBytes(piece.buffer.get(), piece.place, piece.bytes);
+    return MPI_Isend(piece.buffer.get(), bytes, MPI_BYTE, peer, kDataTag, data_, &piece.request);
+  });
+  state.sends.done += before - state.sends.open.size();  // staged: the caller may go on
 }
 
 void MpiTransport::StartReceives(int peer) {
   Peer& state = PeerOf(peer);
-  while (!state.receives.open.empty() && MayStart(state.receiving) && data_error_.ok()) {
-    Transfers::Transfer& transfer = state.receives.open.front();
-    const size_t bytes = std::min(transfer.left, kPieceBytes);
-    Piece piece{TakeBuffer(), MPI_REQUEST_NULL, transfer.data, bytes, bytes == transfer.left};
-    const int error = Call("MPI_Irecv", [&] {
-      return MPI_Irecv(piece.buffer.get(), static_cast<int>(bytes), MPI_BYTE, peer, kDataTag, data_,
-                       &piece.request);
-    });
-    NoteDataError("MPI_Irecv", error, peer);
-    transfer.data += bytes;
-    transfer.left -= bytes;
-    if (piece.last) state.receives.open.pop_front();
-    state.receiving.push_back(std::move(piece));
-  }
+  Start(peer, "MPI_Irecv", state.receives.open, state.receiving, [&](Piece& piece, int bytes) {
+    return MPI_Irecv(piece.buffer.get(), bytes, MPI_BYTE, peer, kDataTag, data_, &piece.request);
+  });
 }
 
 bool MpiTransport::Done(MPI_Request* request, const char* what, int peer) {
@@ -139,7 +136,7 @@ bool MpiTransport::ProgressData() {
     while (!state.receiving.empty() && Done(&state.receiving.front().request, "receive", peer)) {
       Piece& piece = state.receiving.front();
       Buffer buffer = std::move(piece.buffer);
-      CopyBytes(piece.into, buffer.get(), piece.bytes);
+      CopyBytes(piece.place, buffer.get(), piece.bytes);
       if (piece.last) ++state.receives.done;
       state.receiving.pop_front();
       GiveBack(std::move(buffer));

@@ -59,7 +59,7 @@ class MpiTransport final : public Transport {
   struct Piece {
     Buffer buffer;
     MPI_Request request;
-    std::byte* into;  // receives: the destination of the bytes
+    std::byte* place;  // of the bytes in the caller's memory
     size_t bytes;
     bool last;  // of its transfer
   };
@@ -90,6 +90,9 @@ class MpiTransport final : public Transport {
   bool MayStart(const std::deque<Piece>& under_way) const;
   Buffer TakeBuffer();
   void GiveBack(Buffer buffer);
+  template <typename StartPiece>
+  void Start(int peer, const char* call, std::deque<Transfers::Transfer>& open,
+             std::deque<Piece>& under_way, const StartPiece& start);
   void StartSends(int peer);
   void StartReceives(int peer);
   bool Done(MPI_Request* request, const char* what, int peer);

@@ -11,7 +11,14 @@
 namespace hororing {
 constexpr uint32_t kAttached = 1, kDetached = 2;
 
-void ShmTransport::AnnounceArrival() {
+ShmTransport::ShmTransport(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns)
+    : segment_(std::move(segment)),
+      rank_(rank),
+      spin_ns_(spin_ns),
+      exchange_(segment_->geometry().exchange_bytes > 0 && spin_ns > 0
+                    ? std::make_shared<OneShotExchange>(segment_, rank, spin_ns)
+                    : nullptr),
+      peers_(static_cast<size_t>(size_)) {
   const ProcessIdentity self = ThisProcess();
   self_.start_time = self.start_time;
   self_.pid = self.pid;
@@ -19,7 +26,7 @@ void ShmTransport::AnnounceArrival() {
   self_.attached = kAttached;
 }
 
-void ShmTransport::AnnounceLeave() {
+ShmTransport::~ShmTransport() {
   self_.attached = kDetached;
   SoundAlarm();
 }

@@ -31,13 +31,7 @@ uint64_t Word(uint32_t generation, uint64_t left, uint64_t present) {
 }  // namespace
 
 OneShotExchange::OneShotExchange(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns)
-    : segment_(std::move(segment)),
-      rank_(rank),
-      size_(segment_->geometry().ranks),
-      own_bit_(uint64_t{1} << rank),
-      all_bits_((uint64_t{1} << size_) - 1),
-      limit_ns_(std::min(spin_ns, kMaxWait)),
-      word_(segment_->exchange_word()) {}
+    : segment_(std::move(segment)), rank_(rank), limit_ns_(std::min(spin_ns, kMaxWait)) {}
 
 bool OneShotExchange::Try(const void* signature, size_t signature_bytes, const void* payload,
                           size_t payload_bytes) {
@@ -88,10 +82,6 @@ bool OneShotExchange::IsLate(uint64_t word) const {
 const std::byte* OneShotExchange::payload(int rank) const {
   const std::byte* const slot = Slot(rank, completed_);
   return slot + reinterpret_cast<const Sizes*>(slot)->payload_at();
-}
-
-std::byte* OneShotExchange::Slot(int rank, uint32_t generation) const {
-  return segment_->exchange_slots(rank) + (generation & 1) * kSlotBytes;
 }
 
 void OneShotExchange::Fill(uint32_t generation, const void* signature, Sizes sizes,

@@ -3,14 +3,11 @@
 // at the same time with the same signature, each rank sees all payloads.
 //
 // The first rank to arrive waits some microseconds for the others. The whole state is one atomic
-// word,
+// word, so all ranks agree on whether the exchange took place: the last rank to arrive increments
+// the generation, and no rank can leave after that. A rank that arrives after others have left does
+// not wait at all.
 //
 //   | generation : 32 | left : 16 | present : 16 |
-//
-// so all ranks agree on whether the exchange took place: the last rank to arrive increments the
-// generation, and no rank can leave after that.
-//
-//   left     ranks that stopped waiting. A rank that arrives after them does not wait at all.
 //
 // Thread-safety: one thread of a rank at a time. Try blocks for the time limit at most.
 //
@@ -61,7 +58,9 @@ class OneShotExchange {
     size_t payload_at() const { return kSignatureAt + (signature + 7) / 8 * 8; }
   };
   static_assert(sizeof(Sizes) == kSignatureAt);
-  std::byte* Slot(int rank, uint32_t generation) const;
+  std::byte* Slot(int rank, uint32_t generation) const {
+    return segment_->exchange_slots(rank) + (generation & 1) * kSlotBytes;
+  }
   void Fill(uint32_t generation, const void* signature, Sizes sizes, const void* payload);
   bool IsLate(uint64_t word) const;
   bool TryReplace(uint64_t* word, uint64_t next);
@@ -72,11 +71,11 @@ class OneShotExchange {
 
   const std::shared_ptr<ShmSegment> segment_;
   const int rank_;
-  const int size_;
-  const uint64_t own_bit_;   // this rank's bit
-  const uint64_t all_bits_;  // the bits of all ranks
+  const int size_ = segment_->geometry().ranks;
+  const uint64_t own_bit_ = uint64_t{1} << rank_;
+  const uint64_t all_bits_ = (uint64_t{1} << size_) - 1;  // of all ranks
   const TimeNs limit_ns_;
-  std::atomic<uint64_t>& word_;
+  std::atomic<uint64_t>& word_ = segment_->exchange_word();
   uint32_t completed_ = 0;  // the generation of the latest success
   // Consecutive failures of exchanges that this rank began, and exchanges skipped since.
   int failed_ = 0, skipped_ = 0;

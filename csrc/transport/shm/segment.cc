@@ -268,43 +268,9 @@ void ShmSegment::Unlink() {
   close(std::exchange(owned_fd_, -1));
 }
 
-size_t ShmSegment::Pair(int source, int destination) const {
-  return static_cast<size_t>(source) * static_cast<size_t>(geometry_.ranks) +
-         static_cast<size_t>(destination);
-}
-
-RankState& ShmSegment::rank_state(int rank) {
-  return reinterpret_cast<RankState*>(base_ + layout_.states)[rank];
-}
-
-Pipe& ShmSegment::control_pipe(int source, int destination) {
-  return reinterpret_cast<Pipe*>(base_ + layout_.pipes)[Pair(source, destination)];
-}
-
 Pipe& ShmSegment::data_pipe(int source, int destination) {
   const size_t pairs = Pair(geometry_.ranks, 0);
   return reinterpret_cast<Pipe*>(base_ + layout_.pipes)[pairs + Pair(source, destination)];
-}
-
-std::byte* ShmSegment::control_pipe_data(int source, int destination) {
-  return base_ + layout_.control_data + Pair(source, destination) * geometry_.control_pipe_bytes;
-}
-
-std::byte* ShmSegment::data_pipe_data(int source, int destination) {
-  return base_ + layout_.data_data + Pair(source, destination) * geometry_.data_pipe_bytes;
-}
-
-std::byte* ShmSegment::slot(int rank) {
-  return base_ + layout_.slots + static_cast<size_t>(rank) * geometry_.slot_bytes;
-}
-
-std::atomic<uint64_t>& ShmSegment::exchange_word() {
-  return *reinterpret_cast<std::atomic<uint64_t>*>(base_ + layout_.exchange);
-}
-
-std::byte* ShmSegment::exchange_slots(int rank) {
-  return base_ + layout_.exchange + kCacheLine +
-         static_cast<size_t>(rank) * geometry_.exchange_bytes;
 }
 
 }  // namespace hororing

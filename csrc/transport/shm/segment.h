@@ -98,15 +98,30 @@ class ShmSegment {
   const Geometry& geometry() const { return geometry_; }
   bool process_shared() const { return !name_.empty(); }
 
-  RankState& rank_state(int rank);
-  Pipe& control_pipe(int source, int destination);
+  RankState& rank_state(int rank) {
+    return reinterpret_cast<RankState*>(base_ + layout_.states)[rank];
+  }
+  Pipe& control_pipe(int source, int destination) {
+    return reinterpret_cast<Pipe*>(base_ + layout_.pipes)[Pair(source, destination)];
+  }
   Pipe& data_pipe(int source, int destination);
-  std::byte* control_pipe_data(int source, int destination);
-  std::byte* data_pipe_data(int source, int destination);
-  std::byte* slot(int rank);
+  std::byte* control_pipe_data(int source, int destination) {
+    return base_ + layout_.control_data + Pair(source, destination) * geometry_.control_pipe_bytes;
+  }
+  std::byte* data_pipe_data(int source, int destination) {
+    return base_ + layout_.data_data + Pair(source, destination) * geometry_.data_pipe_bytes;
+  }
+  std::byte* slot(int rank) {
+    return base_ + layout_.slots + static_cast<size_t>(rank) * geometry_.slot_bytes;
+  }
   // Of the one OneShotExchange of these ranks. REQUIRES: geometry().exchange_bytes > 0.
-  std::atomic<uint64_t>& exchange_word();
-  std::byte* exchange_slots(int rank);
+  std::atomic<uint64_t>& exchange_word() {
+    return *reinterpret_cast<std::atomic<uint64_t>*>(base_ + layout_.exchange);
+  }
+  std::byte* exchange_slots(int rank) {
+    return base_ + layout_.exchange + kCacheLine +
+           static_cast<size_t>(rank) * geometry_.exchange_bytes;
+  }
 
  private:
   // Offsets of the parts in the picture above.
@@ -118,7 +133,10 @@ class ShmSegment {
   // Takes ownership of the mapping.
   ShmSegment(const Geometry& geometry, void* base, std::string name);
   void Construct();
-  size_t Pair(int source, int destination) const;
+  size_t Pair(int source, int destination) const {
+    return static_cast<size_t>(source) * static_cast<size_t>(geometry_.ranks) +
+           static_cast<size_t>(destination);
+  }
 
   const Geometry geometry_;
   const Layout layout_;

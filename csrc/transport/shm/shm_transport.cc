@@ -16,10 +16,6 @@ namespace {
 // How often a sleeping rank, whose caller checks too, checks whether its peers are alive.
 constexpr TimeNs kIdleCheckInterval = 500 * kMillisecond;
 
-// RankState::sleepers. kWorker: the thread that runs the loop; kParked: the loop thread while a
-// caller runs it. They are also the futex bits by which each is woken.
-constexpr uint32_t kWorker = 1, kParked = 2, kCallerProgress = 4;
-
 // Both move as many bytes as possible. The counters never wrap; an offset is the counter modulo the
 // capacity, a power of two.
 size_t Write(Pipe& pipe, std::byte* ring, size_t capacity, const std::byte* data, size_t bytes,
@@ -50,25 +46,7 @@ size_t Read(Pipe& pipe, const std::byte* ring, size_t capacity, std::byte* data,
   return bytes;
 }
 
-// A transfer rings at least this often, so that both sides copy at the same time.
-size_t Grain(size_t capacity) { return std::max<size_t>(capacity / 4, 1); }
-
 }  // namespace
-
-ShmTransport::ShmTransport(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns)
-    : segment_(std::move(segment)),
-      rank_(rank),
-      size_(segment_->geometry().ranks),
-      spin_ns_(spin_ns),
-      self_(segment_->rank_state(rank)),
-      exchange_(segment_->geometry().exchange_bytes > 0 && spin_ns > 0
-                    ? std::make_shared<OneShotExchange>(segment_, rank, spin_ns)
-                    : nullptr),
-      peers_(static_cast<size_t>(size_)) {
-  AnnounceArrival();
-}
-
-ShmTransport::~ShmTransport() { AnnounceLeave(); }
 
 Transport::Request ShmTransport::Send(int peer, const void* data, size_t bytes) {
   const Request request =
@@ -129,8 +107,6 @@ void ShmTransport::Sleep(TimeNs deadline) {
   }
 }
 
-void ShmTransport::Wake() { Ring(rank_); }
-
 void ShmTransport::Ring(int peer, bool parked_too) {
   RankState& state = segment_->rank_state(peer);
   // Sequentially consistent here and in SleepOnDoorbell: either the sleeper sees the new value and
@@ -187,13 +163,6 @@ void ShmTransport::SpinThenPark(uint32_t seen, TimeNs deadline) {
   }
 }
 
-void ShmTransport::Park(uint32_t seen, TimeNs deadline) {
-  SleepOnDoorbell(seen, deadline, kParked);
-}
-
-void ShmTransport::BeginCallerProgress() { self_.sleepers.fetch_or(kCallerProgress); }
-void ShmTransport::EndCallerProgress() { self_.sleepers.fetch_and(~kCallerProgress); }
-
 bool ShmTransport::Flush(TimeNs deadline) {
   Backoff backoff(spin_ns_, kCheckInterval, &spinner_);
   TimeNs check_ns = After(backoff.begin_ns(), kCheckInterval);
@@ -214,11 +183,6 @@ bool ShmTransport::Flush(TimeNs deadline) {
   }
 }
 
-bool ShmTransport::HasUnsent() const {
-  return std::any_of(peers_.begin(), peers_.end(),
-                     [](const Peer& peer) { return !peer.outbox.empty(); });
-}
-
 bool ShmTransport::Progress() {
   // A rank that changes a pipe rings afterwards. This rank's own posts are tried at once.
   const uint32_t epoch = Epoch();
@@ -236,50 +200,45 @@ bool ShmTransport::Progress() {
   return moved;
 }
 
-bool ShmTransport::Push(int peer) {
-  Peer& state = peers_[static_cast<size_t>(peer)];
-  Pipe& pipe = segment_->data_pipe(rank_, peer);
-  std::byte* const ring = segment_->data_pipe_data(rank_, peer);
-  const size_t capacity = segment_->geometry().data_pipe_bytes;
+// Moves as much of the open transfers as fits. move(data, bytes) returns how many it has moved.
+template <typename Move>
+bool ShmTransport::MoveOpen(int peer, Transfers& transfers, const Move& move) {
+  // A transfer rings at least this often, so that both sides copy at the same time.
+  const size_t grain = std::max<size_t>(segment_->geometry().data_pipe_bytes / 4, 1);
   bool moved = false;
-  while (!state.sends.open.empty()) {
-    Transfers::Transfer& transfer = state.sends.open.front();
+  while (!transfers.open.empty()) {
+    Transfers::Transfer& transfer = transfers.open.front();
     while (transfer.left > 0) {
-      const size_t bytes = Write(pipe, ring, capacity, transfer.data,
-                                 std::min(transfer.left, Grain(capacity)), to_pipes_);
+      const size_t bytes = move(transfer.data, std::min(transfer.left, grain));
       if (bytes == 0) return moved;
       transfer.data += bytes;
       transfer.left -= bytes;
       Ring(peer);
       moved = true;
     }
-    state.sends.FinishFirst();
+    transfers.FinishFirst();
     moved = true;
   }
   return moved;
 }
 
+bool ShmTransport::Push(int peer) {
+  Pipe& pipe = segment_->data_pipe(rank_, peer);
+  std::byte* const ring = segment_->data_pipe_data(rank_, peer);
+  const size_t capacity = segment_->geometry().data_pipe_bytes;
+  return MoveOpen(peer, peers_[static_cast<size_t>(peer)].sends,
+                  [&](std::byte* data, size_t bytes) {
+                    return Write(pipe, ring, capacity, data, bytes, to_pipes_);
+                  });
+}
+
 bool ShmTransport::Pull(int peer) {
-  Peer& state = peers_[static_cast<size_t>(peer)];
   Pipe& pipe = segment_->data_pipe(peer, rank_);
   const std::byte* const ring = segment_->data_pipe_data(peer, rank_);
   const size_t capacity = segment_->geometry().data_pipe_bytes;
-  bool moved = false;
-  while (!state.receives.open.empty()) {
-    Transfers::Transfer& transfer = state.receives.open.front();
-    while (transfer.left > 0) {
-      const size_t bytes =
-          Read(pipe, ring, capacity, transfer.data, std::min(transfer.left, Grain(capacity)));
-      if (bytes == 0) return moved;
-      transfer.data += bytes;
-      transfer.left -= bytes;
-      Ring(peer);
-      moved = true;
-    }
-    state.receives.FinishFirst();
-    moved = true;
-  }
-  return moved;
+  return MoveOpen(
+      peer, peers_[static_cast<size_t>(peer)].receives,
+      [&](std::byte* data, size_t bytes) { return Read(pipe, ring, capacity, data, bytes); });
 }
 
 bool ShmTransport::PushControl(int peer) {

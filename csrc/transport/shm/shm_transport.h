@@ -42,7 +42,7 @@ class ShmTransport final : public Transport, private Eventcount {
   void Post(int peer, std::string message) override;
   bool Poll(int* peer, std::string* message) override;
   void Sleep(TimeNs deadline) override;
-  void Wake() override;
+  void Wake() override { Ring(rank_); }
   Eventcount* eventcount() override { return this; }
   std::shared_ptr<OneShotExchange> one_shot_exchange() const override { return exchange_; }
   Status CheckPeers() override { return CheckPeers({}); }
@@ -50,7 +50,10 @@ class ShmTransport final : public Transport, private Eventcount {
   void AnnounceFailure(const Status& why) override;
   bool Flush(TimeNs deadline) override;
   // Whether a pipe was too full for everything that was posted.
-  bool HasUnsent() const;
+  bool HasUnsent() const {
+    return std::any_of(peers_.begin(), peers_.end(),
+                       [](const Peer& peer) { return !peer.outbox.empty(); });
+  }
 
   // For backend/host_pipeline.h, which shares the segment and this rank's doorbell.
   ShmSegment& segment() { return *segment_; }
@@ -109,6 +112,9 @@ class ShmTransport final : public Transport, private Eventcount {
  private:
   // How often a waiting rank checks whether its peers are alive.
   static constexpr TimeNs kCheckInterval = 50 * kMillisecond;
+  // RankState::sleepers. kWorker: the thread that runs the loop; kParked: the loop thread while a
+  // caller runs it. They are also the futex bits by which each is woken.
+  static constexpr uint32_t kWorker = 1, kParked = 2, kCallerProgress = 4;
   // Transfers and messages in flight with one peer.
   struct Peer : PeerTransfers {
     std::deque<std::string> outbox;  // framed messages
@@ -123,10 +129,12 @@ class ShmTransport final : public Transport, private Eventcount {
 
   void Ring(int peer, bool parked_too = true);
   void SpinThenPark(uint32_t seen, TimeNs deadline) override;
-  void Park(uint32_t seen, TimeNs deadline) override;
-  void BeginCallerProgress() override;
-  void EndCallerProgress() override;
+  void Park(uint32_t seen, TimeNs deadline) override { SleepOnDoorbell(seen, deadline, kParked); }
+  void BeginCallerProgress() override { self_.sleepers.fetch_or(kCallerProgress); }
+  void EndCallerProgress() override { self_.sleepers.fetch_and(~kCallerProgress); }
   bool Progress() override;
+  template <typename Move>
+  bool MoveOpen(int peer, Transfers& transfers, const Move& move);
   bool Push(int peer);
   bool Pull(int peer);
   bool PushControl(int peer);
@@ -136,15 +144,13 @@ class ShmTransport final : public Transport, private Eventcount {
   Status CheckPeers(const std::vector<int>& lagging);
   bool PeerProcessIsGone(int peer) const;
   bool PeerHasStopped(int peer) const;
-  void AnnounceArrival();
-  void AnnounceLeave();
   void SoundAlarm();
 
   const std::shared_ptr<ShmSegment> segment_;
   const int rank_;
-  const int size_;
+  const int size_ = segment_->geometry().ranks;
   const TimeNs spin_ns_;
-  RankState& self_;
+  RankState& self_ = segment_->rank_state(rank_);
   const std::shared_ptr<OneShotExchange> exchange_;  // null: spin_ns is 0, or there are no slots
   std::vector<Peer> peers_;
   Inbox received_;

@@ -16,8 +16,6 @@ constexpr TimeNs kLongestSleep = kSecond;  // events end it
 constexpr size_t kHead = 5;
 constexpr TimeNs kRevokedFlush = kSecond / 5;
 
-void TcpTransport::Post(int peer, std::string message) { Put(peer, kMessage, message); }
-
 bool TcpTransport::Poll(int* peer, std::string* message) {
   if (inbox_.empty()) Events();
   return inbox_.Take(peer, message);

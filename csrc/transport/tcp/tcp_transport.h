@@ -63,7 +63,7 @@ class TcpTransport final : public Transport {
   Status Wait(Request request, TimeNs deadline) override;
   bool Done(Request request) override;
 
-  void Post(int peer, std::string message) override;
+  void Post(int peer, std::string message) override { Put(peer, kMessage, message); }
   bool Poll(int* peer, std::string* message) override;
   bool Progress() override;
   void Sleep(TimeNs deadline) override;

@@ -93,7 +93,7 @@ void PlayStuck(TimeNs timeout_ns, std::vector<ProcessIdentity> neighbours,
         world->transport = std::move(transports[static_cast<size_t>(rank)]);
         world->topology = MakeTopology(rank, {"host", "host"});
         if (rank != kStuck) return Status::Ok();
-        world->neighbours = neighbours;
+        world->local_processes = neighbours;
         world->transport = std::make_unique<StuckTransport>(std::move(world->transport), *stuck);
         return Status::Ok();
       };
