@@ -79,7 +79,7 @@ FAULTS = [
           "JoinedAmong(pending).size() == pending.reported.size();",
           "static_cast<size_t>(joined_count_) >= pending.reported.size();",
           "membership_test"),
-    Fault("only rank 0 gets a mismatch", "csrc/engine/apply.cc",
+    Fault("only rank 0 gets a mismatch", "csrc/engine/applier.cc",
           "Complete(entry->handle, decision.details().status, {});",
           "Complete(entry->handle, topology_.rank == 0 ? decision.details().status"
           " : Status::Ok(), {});", "engine_test"),

@@ -342,9 +342,9 @@ void hr_trace_span(int32_t stage, const char* tensor, int64_t begin_ns, int64_t 
 int hr_log_next(double timeout_s, hr_log_record* record);
 void hr_log_close(void);
 void hr_log_open(void);
-/* Maps the file of hororing/_engine/recorder.py, which stays open for appending, and records events there.
- * `stack_signal`: the signal whose handler appends the main thread's Python stack; 0: none. Once
- * per process. */
+/* Maps the file of hororing/_engine/recorder.py, which stays open for appending, and records events
+ * there. `stack_signal`: the signal whose handler appends the main thread's Python stack; 0: none.
+ * Once per process. */
 int hr_recorder_open(int32_t file, int32_t stack_signal);
 
 void hr_stats_now(hr_stats* stats);

@@ -1,8 +1,8 @@
 // The functions that we use of NCCL, libnccl.so.2, which is found at run time.
 //
 // Names, numbers and signatures: nccl.h of NCCL 2.32.3. The minimum version is 2.14, the first with
-// communicators that do not block. tests/python/core/test_gpu_declarations.py compares them with the
-// real header, if present.
+// communicators that do not block. tests/python/core/test_gpu_declarations.py compares them with
+// the real header, if present.
 #pragma once
 
 #include <cstddef>
