@@ -17,7 +17,7 @@ from typing import Any, Final
 from hororing import errors
 from hororing._engine import membership
 from hororing._engine.start_config import check_cores
-from hororing._job import bootstrap, launchers
+from hororing._job import bootstrap, job_settings, launchers
 from hororing._job.launchers import Launch
 from hororing._job.rendezvous.client import Member, RendezvousError
 from hororing.config import Config
@@ -91,7 +91,7 @@ def _connect(
     started_by: Launch, settings: Config, comm: Any, meet: Callable[[], Member] | None
 ) -> Member | None:
     """Connect to the store of this job; None: the environment names none."""
-    if comm is not None and bootstrap.read(started_by) is not None:
+    if comm is not None and job_settings.read(started_by) is not None:
         raise ValueError(f"init: comm={comm!r} needs MPI, which did not start this job")
     try:
         return meet() if meet else bootstrap.find(started_by, settings)

@@ -18,7 +18,7 @@ from hororing import errors
 from hororing._engine import core
 from hororing._engine.core import ffi, lib
 from hororing._engine.state import process as _process
-from hororing._job import bootstrap, launchers
+from hororing._job import bootstrap, job_settings, launchers
 from hororing._job.launchers import Launch
 from hororing._job.rendezvous.admission import Findings
 from hororing._job.rendezvous.client import RendezvousError
@@ -53,7 +53,7 @@ _own = _Own()
 
 def is_elastic() -> bool:
     """Whether a launcher has started this process for an elastic job (HORORING_ELASTIC=1)."""
-    return bootstrap.is_elastic()
+    return job_settings.is_elastic()
 
 
 def generation() -> int:

@@ -1,39 +1,33 @@
-"""How this process finds the other ranks without MPI: through a store, from the environment.
+"""How this process finds the other ranks without MPI: it connects to a store.
 
-============================  ====================================================================
-HORORING_RANK, _SIZE          this rank, and the number of ranks; unset: the launcher's
-HORORING_LOCAL_RANK, _SIZE    the same among the ranks of this host
-HORORING_RENDEZVOUS           host:port of the store, or file:///directory that all hosts share;
-                              unset: from the launcher's variables (hororing/_job/endpoints.py)
-HORORING_JOB                  name of this start of the job; needed with a directory
-HORORING_SECRET_FD            descriptor of a file in memory with the secret: the launcher has the
-                              store
-HORORING_SECRET_KEY, _FILE    the secret, or its file: rank 0 has the store; unset, with a store on
-                              a loopback address: a secret that only this user's processes know
-HORORING_INSECURE             1: a store without a secret
-HORORING_ELASTIC              1: the launcher's store gives this process a rank, again and again
-HORORING_PROCESS              the launcher's number of this process, from 0
-HORORING_HOSTNAME             name of this host there; unset: its own
-============================  ====================================================================
+hororing/_job/job_settings.py reads where that is from the environment.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import math
-import os
-import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hororing._job import endpoints, limits, private_folder
-from hororing._job import launchers as job_launchers
-from hororing._job.endpoints import FILE, TORCH, Place
+from hororing._job import limits, private_folder
+from hororing._job.endpoints import FILE, TORCH
+from hororing._job.job_settings import (
+    PREFIX,
+    RANKS,
+    UNNAMED,
+    JobSettings,
+    given_secret,
+    job_name,
+    number,
+    own_variables,
+    read,
+    switch,
+)
 from hororing._job.launchers import Launch
 from hororing._job.rendezvous import files, interfaces, protocol, torch_store, user_key
 from hororing._job.rendezvous.client import Member, RendezvousError
@@ -41,28 +35,6 @@ from hororing._job.rendezvous.elastic_member import ElasticMember
 from hororing._job.rendezvous.patience import Patience
 from hororing._job.rendezvous.store import Store
 from hororing.config import environment
-from hororing.config.forms import BOOL, BadText
-
-_PREFIX = "HORORING_"
-_RANKS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-_SECRETS = ("SECRET_FD", "SECRET_KEY", "SECRET_FILE")
-_MIN_SECRET_BYTES = 16
-_MAX_SECRET_BYTES = 4096
-_SECRET_FILE = "/memfd:hororing-secret"
-_UNNAMED = "job"
-_JOB = re.compile(r"[A-Za-z0-9._-]{1,100}")
-
-
-@dataclass(frozen=True)
-class JobSettings:
-    """The job's settings in the environment, checked."""
-
-    rank: int
-    size: int
-    place: Place
-    secret: bytes = field(repr=False)
-    insecure: bool
-    launcher_has_store: bool
 
 
 def find(
@@ -97,34 +69,29 @@ def find(
         raise
 
 
-def is_elastic() -> bool:
-    """Whether the environment describes an elastic job."""
-    return _switch(_variables(environment.variables()), "ELASTIC")
-
-
 def join(settings: Mapping[str, Any]) -> ElasticMember:
     """Connect to the store of this elastic job, as a process without a generation yet.
 
     Blocks until the store exists, for at most TIMEOUT_S. ValueError, RendezvousError: as `find`.
     """
-    env = _variables(environment.variables())
+    env = own_variables(environment.variables())
     rendezvous = env.get("RENDEZVOUS", "")
-    for name in _RANKS:
+    for name in RANKS:
         if name in env:
             raise ValueError(
-                f"{_PREFIX}{name} is set, but in an elastic job ({_PREFIX}ELASTIC=1) the store "
+                f"{PREFIX}{name} is set, but in an elastic job ({PREFIX}ELASTIC=1) the store "
                 "gives ranks to processes"
             )
     if not rendezvous or rendezvous.startswith(FILE):
         raise ValueError(
-            f"{_PREFIX}ELASTIC=1 needs {_PREFIX}RENDEZVOUS=host:port, the store of the launcher"
+            f"{PREFIX}ELASTIC=1 needs {PREFIX}RENDEZVOUS=host:port, the store of the launcher"
         )
-    job, insecure = _job(env, ""), _switch(env, "INSECURE")
-    secret = _secret_or_own(_secret(env), job, insecure, _is_here(rendezvous))
+    job, insecure = job_name(env, ""), switch(env, "INSECURE")
+    secret = _secret_or_own(given_secret(env), job, insecure, _is_here(rendezvous))
     member = ElasticMember(
         rendezvous, secret=secret, job=job, host=env.get("HOSTNAME"),
         timeout_s=settings["TIMEOUT_S"] or math.inf, insecure=insecure,
-        process=_number("PROCESS", env.get("PROCESS", "0")),
+        process=number("PROCESS", env.get("PROCESS", "0")),
     )  # fmt: skip
     _reach(member, rendezvous)
     return member
@@ -135,10 +102,10 @@ def of_store(host: str) -> tuple[bytes, str, bool]:
 
     ValueError names the variable that is wrong.
     """
-    env = _variables(environment.variables())
-    job, insecure = _job(env, ""), _switch(env, "INSECURE")
+    env = own_variables(environment.variables())
+    job, insecure = job_name(env, ""), switch(env, "INSECURE")
     here = protocol.is_loopback(host)
-    return _secret_or_own(_secret(env), job, insecure, here), job, insecure
+    return _secret_or_own(given_secret(env), job, insecure, here), job, insecure
 
 
 def secret_at_torch(host: str, one_host: bool) -> bytes:
@@ -147,9 +114,9 @@ def secret_at_torch(host: str, one_host: bool) -> bytes:
     If none is given, and they are all on this host, it is one of this user; b"" otherwise: rank 0
     makes one, which travels through that store. ValueError names the variable that is wrong.
     """
-    env = _variables(environment.variables())
+    env = own_variables(environment.variables())
     here = one_host or protocol.is_loopback(host)
-    return _secret_or_own(_secret(env), _job(env, ""), insecure=False, here=here)
+    return _secret_or_own(given_secret(env), job_name(env, ""), insecure=False, here=here)
 
 
 def _secret_or_own(given: bytes, job: str, insecure: bool, here: bool) -> bytes:
@@ -176,7 +143,7 @@ def _by_file(job: JobSettings, timeout_s: float, patience: Patience) -> Member:
             one_host=job.place.one_host,
         )  # fmt: skip
     except OSError as error:
-        remedy = job.place.remedy or f"set {_PREFIX}RENDEZVOUS=file:///directory to another one"
+        remedy = job.place.remedy or f"set {PREFIX}RENDEZVOUS=file:///directory to another one"
         raise ValueError(
             f"init: the ranks meet in {directory}, which rank {job.rank} cannot use "
             f"({error.strerror}): {remedy}"
@@ -226,230 +193,13 @@ def _reach(member: Member, rendezvous: str) -> None:
 
 def name_of(member: Member) -> str:
     """Return a name that no other job on this host has."""
-    if member.job != _UNNAMED:
+    if member.job != UNNAMED:
         return member.job
     return f"{member.job}:{member.address.rpartition(':')[2]}"  # the store's port
 
 
-def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> JobSettings | None:
-    """Read and check the variables; None: they name neither a store nor ranks."""
-    everything = environment.variables() if environ is None else environ
-    job_launchers.check(started_by, everything)
-    env = _variables(everything)
-    ranks = {name: _number(name, env[name]) for name in _RANKS if name in env}
-    if not ranks and "RENDEZVOUS" not in env and not endpoints.applies_to(started_by):
-        return None
-    ranks = _with_launchers(ranks, started_by)
-    if "SECRET_FD" not in env or "TORCHELASTIC_RUN_ID" in everything:
-        _check_torch(ranks, everything)  # not if the script of a rank has changed its variables
-    if "RENDEZVOUS" in env:
-        place = Place(
-            env["RENDEZVOUS"],
-            endpoints.job(started_by, everything),
-            remedy=_if_loopback(env["RENDEZVOUS"], ranks),
-        )
-    else:
-        place = endpoints.place(started_by, everything) or Place("", "")
-    if "RENDEZVOUS" in env and not {"RANK", "SIZE"} & {*ranks}:
-        raise ValueError(
-            f"{_PREFIX}RENDEZVOUS={env['RENDEZVOUS']} is set, but neither {_PREFIX}RANK and "
-            f"{_PREFIX}SIZE nor a launcher set this rank and the number of ranks"
-        )
-    _check_ranks(ranks)
-    if not place.rendezvous and ranks["SIZE"] > 1:
-        raise ValueError(
-            f"{_PREFIX}SIZE={ranks['SIZE']} shows that there are other ranks, but "
-            f"{_PREFIX}RENDEZVOUS does not say where: set it to host:port or to file:///directory"
-        )
-    return JobSettings(
-        ranks["RANK"],
-        ranks["SIZE"],
-        replace(place, job=_job(env, place.job)),
-        _secret(env),
-        _switch(env, "INSECURE"),
-        "SECRET_FD" in env,
-    )
-
-
 # ---------------------------------------------------------------------------------------------
 # Variables
-
-
-def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name.removeprefix(_PREFIX): environ[name].strip()
-        for name in environment.VARIABLES
-        if environ.get(name, "").strip()
-    }
-
-
-def _number(name: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise ValueError(f"{_PREFIX}{name}={text!r} is not understood: expected a whole number")
-    return int(text)
-
-
-def _with_launchers(ranks: Mapping[str, int], started_by: Launch) -> dict[str, int]:
-    """Add the launcher's rank and size. ValueError if they contradict `ranks`."""
-    theirs = dict(
-        zip(
-            _RANKS,
-            (started_by.rank, started_by.size, started_by.local_rank, started_by.local_size),
-            strict=True,
-        )
-    )
-    for name, number in ranks.items():
-        if theirs[name] not in (None, number):
-            raise ValueError(
-                f"{_PREFIX}{name}={number} contradicts {started_by.launcher}, which sets "
-                f"{theirs[name]} ({started_by.own}, {started_by.sign})"
-            )
-    added = {name: theirs[name] for name in ("RANK", "SIZE")}
-    return {**{name: number for name, number in added.items() if number is not None}, **ranks}
-
-
-def _check_torch(ranks: Mapping[str, int], env: Mapping[str, str]) -> None:
-    for name, theirs in (("RANK", "RANK"), ("SIZE", "WORLD_SIZE")):
-        text = env.get(theirs, "")
-        if name in ranks and text.isdecimal() and int(text) != ranks[name]:
-            raise ValueError(f"{_PREFIX}{name}={ranks[name]} contradicts {theirs}={text}")
-
-
-def _if_loopback(places: str, ranks: Mapping[str, int]) -> str:
-    """Return what may be wrong if the ranks meet at a loopback address."""
-    if places.startswith(FILE) or ranks.get("LOCAL_SIZE") == ranks.get("SIZE"):
-        return ""
-    try:
-        hosts = [protocol.parse_address(each)[0] for each in places.split(",")]
-    except ValueError:  # an error later
-        return ""
-    return endpoints.if_loopback(f"{_PREFIX}RENDEZVOUS", hosts)
-
-
-def _missing_variable(name: str, other: str) -> ValueError:
-    return ValueError(
-        f"{_PREFIX}{name} is set, but {_PREFIX}{other} is not: start with hororun -np N, set "
-        f"{_PREFIX}{other} in each process, or unset {_PREFIX}{name}"
-    )
-
-
-def _check_ranks(ranks: Mapping[str, int]) -> None:
-    for rank, size in (("RANK", "SIZE"), ("LOCAL_RANK", "LOCAL_SIZE")):
-        for name, other in ((rank, size), (size, rank)):
-            if name in ranks and other not in ranks:
-                raise _missing_variable(name, other)
-        if rank in ranks and ranks[rank] >= ranks[size]:
-            raise ValueError(
-                f"{_PREFIX}{rank}={ranks[rank]} contradicts {_PREFIX}{size}={ranks[size]}: ranks "
-                "count from 0"
-            )
-    if ranks.get("SIZE", 0) > protocol.MAX_RANKS:
-        raise ValueError(
-            f"{_PREFIX}SIZE={ranks['SIZE']}: a job has at most {protocol.MAX_RANKS} ranks"
-        )
-    if "LOCAL_SIZE" in ranks and "SIZE" not in ranks:
-        raise _missing_variable("LOCAL_SIZE", "SIZE")
-    for local, name in (("LOCAL_RANK", "RANK"), ("LOCAL_SIZE", "SIZE")):
-        if local in ranks and ranks[local] > ranks[name]:
-            raise ValueError(
-                f"{_PREFIX}{local}={ranks[local]} contradicts {_PREFIX}{name}={ranks[name]}"
-            )
-
-
-def _job(env: Mapping[str, str], launchers: str) -> str:
-    """The name of the job: the user's, or the launcher's."""
-    job = env.get("JOB", launchers)
-    rendezvous = env.get("RENDEZVOUS", "")
-    if rendezvous.startswith(FILE):
-        if not rendezvous.removeprefix(FILE).startswith("/"):
-            raise ValueError(
-                f"{_PREFIX}RENDEZVOUS={rendezvous!r} is not understood: expected host:port or "
-                "file:///directory"
-            )
-        if not job:
-            raise ValueError(
-                f"{_PREFIX}RENDEZVOUS={rendezvous} needs {_PREFIX}JOB, another one for each start "
-                "of the job, such as the number that the scheduler gives it"
-            )
-    elif rendezvous:
-        for address in rendezvous.split(","):
-            try:
-                protocol.parse_address(address)
-            except ValueError as error:
-                raise ValueError(f"{_PREFIX}RENDEZVOUS: {error}, or file:///directory") from None
-    if job and not _JOB.fullmatch(job):
-        raise ValueError(
-            f"{_PREFIX}JOB={job!r} is not understood: expected up to 100 letters, digits, dots, "
-            "dashes and underscores"
-        )
-    return job or _UNNAMED
-
-
-def _secret(env: Mapping[str, str]) -> bytes:
-    """The secret, or b"" if there is none. Error texts never contain it."""
-    named = [name for name in _SECRETS if name in env]
-    if not named:
-        return b""
-    if len(named) > 1:
-        raise ValueError(f"{_PREFIX}{named[0]} and {_PREFIX}{named[1]} are set: use one of them")
-    name = named[0]
-    if name == "SECRET_KEY":
-        secret = env[name].encode("utf-8", "surrogateescape")
-    else:
-        try:
-            secret = _secret_of(name, env[name])
-        except OSError as error:
-            raise ValueError(
-                f"{_PREFIX}{name}={env[name]} cannot be read: {error.strerror}"
-            ) from None
-    if not _MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
-        raise ValueError(
-            f"{_PREFIX}{name}: the secret has {len(secret)} bytes, and needs {_MIN_SECRET_BYTES} "
-            f"to {_MAX_SECRET_BYTES}"
-        )
-    if name != "SECRET_FD" and protocol.is_guessable(secret):
-        raise ValueError(
-            f"{_PREFIX}{name}: the secret can be guessed: use random characters, such as those "
-            "that openssl rand -hex 32 prints"
-        )
-    return secret
-
-
-def _secret_of(name: str, text: str) -> bytes:
-    if name == "SECRET_FD":
-        return _secret_in_memory(_number(name, text))
-    with open(text, "rb") as file:
-        return file.read(_MAX_SECRET_BYTES + 2).strip()
-
-
-def _secret_in_memory(number: int) -> bytes:
-    """Read the launcher's file. A rank's program may have started this one without the descriptor.
-
-    Python's subprocess passes none on, for example. The nearest ancestor that has it counts. From
-    now on, programs that this process starts do not inherit it.
-    """
-    pid = os.getpid()
-    with contextlib.suppress(OSError):  # no /proc, or one of other processes
-        while pid:
-            place = f"/proc/{pid}/fd/{number}"
-            if os.path.lexists(place) and os.readlink(place).startswith(_SECRET_FILE):
-                if pid == os.getpid():
-                    os.set_inheritable(number, False)
-                with open(place, "rb") as file:
-                    return file.read(_MAX_SECRET_BYTES + 1)
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
-    # At this offset, so that this process can read it again.
-    return os.pread(number, _MAX_SECRET_BYTES + 1, 0)
-
-
-def _switch(env: Mapping[str, str], name: str) -> bool:
-    text = env.get(name, "0")
-    try:
-        return bool(BOOL.parse(text))
-    except BadText:
-        raise ValueError(
-            f"{_PREFIX}{name}={text!r} is not understood: expected {BOOL.accepted}"
-        ) from None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -465,7 +215,7 @@ def _store(job: JobSettings) -> tuple[Store | None, str]:
     everywhere = not _is_of_this_host_alone(place)
     if everywhere and not interfaces.is_own(host):
         without = (
-            f"rank 0 did not start a store, because {host} ({_PREFIX}RENDEZVOUS) is not an "
+            f"rank 0 did not start a store, because {host} ({PREFIX}RENDEZVOUS) is not an "
             f"address of its host {socket.gethostname()}: give one of the host on which rank 0 runs"
         )
         logging.getLogger("hororing").warning("%s, unless a store runs there already", without)

@@ -3,10 +3,7 @@
 Keras calls an optimizer only through `apply` (TensorFlow, torch) or `stateless_apply` (JAX); both
 are overridden here. Reduced gradients go to the optimizer's own methods, so clipping, unscaling,
 the test for infinities, Keras' own accumulation of gradients and schedules work as in one process
-with the whole batch.
-
-Source of op=Adasum, which reduces the changes of variables instead: S. Maleki et al., "Scaling
-distributed training with adaptive summation", 2020, arXiv:2006.02924.
+with the whole batch. op=Adasum reduces changes of variables (Maleki et al. 2020, arXiv:2006.02924).
 """
 
 from __future__ import annotations

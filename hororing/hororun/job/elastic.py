@@ -108,9 +108,6 @@ class ElasticJob:
         self._host_unreachable = False  # a host no longer answers
         self._discovery: Finder | None = None
 
-    # -----------------------------------------------------------------------------------------
-    # Reports of hosts
-
     def output(self, rank: int, stream: str, data: bytes) -> None:
         """Like `Sink.output`."""
         if stream == RESULT:
@@ -147,7 +144,7 @@ class ElasticJob:
     def _failed(self, process: ElasticProcess) -> None:
         self._processes.failed.append(process)
         after_s = time.monotonic() - self._began
-        text = f"{process.name(self._several)} {process.how()}, {after_s:.1f} s after the start"
+        text = f"{process.described(self._several)}, {after_s:.1f} s after the start"
         if self._finished:
             self.why = self.why or "a process has failed after another one had finished"
         else:
@@ -164,16 +161,13 @@ class ElasticJob:
     def _finish(self) -> None:
         """Start no more processes; end those that have not taken part yet."""
         self._finished = True
-        for process in self._live():
+        for process in self._processes.live():
             if not process.generation:
                 self._end(process)
 
     def _end(self, process: ElasticProcess, number: int = signal.SIGTERM) -> None:
         process.leaves = True
         process.host.of.signal(number, process.number)
-
-    # -----------------------------------------------------------------------------------------
-    # Running
 
     def run(self) -> None:
         """Run the job until all processes have ended.
@@ -202,13 +196,10 @@ class ElasticJob:
 
     def _is_over(self) -> bool:
         over = self._ending.begun or self._finished
-        return self._host_unreachable or (over and not self._live())
+        return self._host_unreachable or (over and not self._processes.live())
 
     def _left(self) -> list[str]:
-        return [each.name(self._several) for each in self._live()]
-
-    def _live(self) -> list[ElasticProcess]:
-        return self._processes.live()
+        return [each.name(self._several) for each in self._processes.live()]
 
     def _close(self) -> None:
         if self._discovery is not None:
@@ -233,7 +224,11 @@ class ElasticJob:
             self._slots.next_at(now, used) if starts and self._store is not None else None,
             self._few_since + self._patience_s if starts and self._few_since else None,
             *(host.ready_by for host in self._hosts.values() if not host.of.ready),
-            *(each.lost_at + self._grace_s for each in self._live() if each.lost_at is not None),
+            *(
+                each.lost_at + self._grace_s
+                for each in self._processes.live()
+                if each.lost_at is not None
+            ),
             *(max(each + self._grace_s, now + ASK_S) for each in self._processes.left()),
         ]
         lefts = [max(each - now, 0.0) for each in times if each is not None]
@@ -241,9 +236,6 @@ class ElasticJob:
         if self._discovery is not None and starts:
             lefts.append(self._discovery.left_s())
         return min([*lefts, _LONGEST_WAIT_S])
-
-    # -----------------------------------------------------------------------------------------
-    # Processes and their hosts
 
     def _start_due(self) -> None:
         if self._ending.begun or self._finished:
@@ -261,7 +253,9 @@ class ElasticJob:
             host = self._hosts.get(slot.host)
             if host is not None and host.of.ready and not host.leaves:
                 self._start(slot, host)
-        expected = max(self._slots.usable() - sum(bool(each.uid) for each in self._live()), 0)
+        expected = max(
+            self._slots.usable() - sum(bool(each.uid) for each in self._processes.live()), 0
+        )
         if expected != self._expected:
             self._expected = expected
             self._store.expect(expected)
@@ -303,7 +297,7 @@ class ElasticJob:
             self._retire(name)
         if came and not first:
             self._output.log(f"host {', '.join(came)} was added")
-        for process in self._live():
+        for process in self._processes.live():
             if not process.leaves and process.slot not in self._slots.of(process.slot.host):
                 why = f"the slot of process {process.number} was removed"
                 self._dismiss([process], process.uid, why)
@@ -313,7 +307,7 @@ class ElasticJob:
         if host is not None:
             host.leaves = True
             self._retired.add(name)
-            here = [each for each in self._live() if each.host is host]
+            here = [each for each in self._processes.live() if each.host is host]
             self._dismiss(here, host.of.hostname, f"host {name} was removed")
 
     def _dismiss(self, processes: Sequence[ElasticProcess], name: str, why: str) -> None:
@@ -354,15 +348,12 @@ class ElasticJob:
                     f"no agent answers on {name} after {self._start_timeout_s:g} s "
                     "(--start-timeout)",
                 )  # fmt: skip
-            elif host.leaves and not any(each.host is host for each in self._live()):
+            elif host.leaves and not any(each.host is host for each in self._processes.live()):
                 del self._hosts[name]
                 self._dead_hosts.append(host)
         for host in self._dead_hosts:
             host.of.close()
         self._dead_hosts.clear()
-
-    # -----------------------------------------------------------------------------------------
-    # Events of the store
 
     def _take_events(self, wait_s: float = 0.0) -> None:
         for event, gone in self._events.take(wait_s):
@@ -401,7 +392,7 @@ class ElasticJob:
 
     def _form(self, world: World) -> None:
         ranks = self._processes.form(world)
-        for process in self._live():
+        for process in self._processes.live():
             if process.number not in ranks and process.leaves:
                 self._end(process)
         self._output.ranks = ranks
@@ -414,14 +405,11 @@ class ElasticJob:
         if 0 < self._what.reset_limit < world.generation - 1:
             self._fail(f"more than {self._what.reset_limit} resets (--reset-limit)")
 
-    # -----------------------------------------------------------------------------------------
-    # Whether the job can continue
-
     def _judge(self) -> None:
         if not self._ending.go_on():
             self._host_unreachable = True
             return
-        for process in self._live():
+        for process in self._processes.live():
             if process.lost_at is not None and time.monotonic() >= process.lost_at + self._grace_s:
                 process.lost_at = None
                 self._end(process, signal.SIGKILL)
@@ -466,9 +454,6 @@ class ElasticJob:
         if not self._ending.begun:
             self._ending.stop(signal.SIGTERM)
 
-    # -----------------------------------------------------------------------------------------
-    # The end
-
     @property
     def processes(self) -> Sequence[ElasticProcess]:
         """All that were started, by number; those that have failed are among them."""
@@ -503,5 +488,5 @@ class ElasticJob:
 
     def end_report(self, process: ElasticProcess) -> list[str]:
         """Lines for the user: how it has ended."""
-        how = f"{process.name(self._several)} {process.how()}"
-        return end_report(how, process.code or 0, self._output.tail(process.number))
+        tail = self._output.tail(process.number)
+        return end_report(process.described(self._several), process.code or 0, tail)

@@ -80,6 +80,10 @@ class ElasticProcess:
         """Whether it is a member: the store has not reported that it left."""
         return bool(self.uid) and self.status is None and self.lost_at is None
 
+    def described(self, with_host: bool) -> str:
+        """Return its name and how it has ended."""
+        return f"{self.name(with_host)} {self.how()}"
+
     def how(self) -> str:
         """Describe how it has ended."""
         if self.end:

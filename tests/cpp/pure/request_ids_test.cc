@@ -57,7 +57,7 @@ class World {
         for (uint64_t id = decision.cache_id; id < decision.cache_id + decision.count; ++id) {
           std::string name = details.name.empty() ? names_.at(id) : details.name;
           said.push_back("run " + name + " as " + std::to_string(id));
-          if (details.stand_in || details.name.empty() || id == 0) continue;
+          if (details.neutral || details.name.empty() || id == 0) continue;
           const Request request = asked_.at(Key(decision.process_set, name));
           ids_[Key(request)] = {id, request};
           names_[id] = name;

@@ -22,7 +22,7 @@ import pytest
 import tiers
 
 from hororing import config
-from hororing._job import bootstrap, endpoints, private_folder
+from hororing._job import bootstrap, endpoints, job_settings, private_folder
 from hororing._job.launchers import Launch, detect
 from hororing._job.rendezvous import files, interfaces, patience, protocol, user_key
 from hororing._job.rendezvous.client import Member, RendezvousError
@@ -147,7 +147,7 @@ def test_no_variables_and_one_rank_need_no_store():
 
 def test_rank_and_size_may_be_the_launchers():
     torchrun = {"WORLD_SIZE": "4", "RANK": "1", **HERE}
-    told = bootstrap.read(detect(torchrun), torchrun)
+    told = job_settings.read(detect(torchrun), torchrun)
     assert told is not None
     assert (told.rank, told.size) == (1, 4)
     assert detect(RANK_1) == Launch("hororun", 1, 2, mpi=False)

@@ -28,7 +28,7 @@ import real_slurm
 import tiers
 import torch
 
-from hororing._job import bootstrap, endpoints
+from hororing._job import bootstrap, endpoints, job_settings
 from hororing._job.launchers import Launch, detect
 from hororing._job.rendezvous import files, offers, torch_store
 from hororing._job.rendezvous.client import Member, RendezvousError
@@ -47,8 +47,8 @@ POD = {"JOB_COMPLETION_INDEX": "1", "HORORING_SIZE": "4", "HORORING_SECRET_KEY":
 RANKS = {"HORORING_RANK": "1", "HORORING_SIZE": "2", "HORORING_RENDEZVOUS": "localhost:29400"}
 
 
-def read(environ: Mapping[str, str]) -> bootstrap.JobSettings | None:
-    return bootstrap.read(detect(environ), environ)
+def read(environ: Mapping[str, str]) -> job_settings.JobSettings | None:
+    return job_settings.read(detect(environ), environ)
 
 
 # ---------------------------------------------------------------------------------------------
