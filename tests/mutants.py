@@ -81,7 +81,7 @@ FAULTS = [
           "membership_test"),
     Fault("only rank 0 gets a mismatch", "csrc/engine/applier.cc",
           "Complete(entry->handle, decision.details().status, {});",
-          "Complete(entry->handle, topology_.rank == 0 ? decision.details().status"
+          "Complete(entry->handle, world_.topology.rank == 0 ? decision.details().status"
           " : Status::Ok(), {});", "engine_test"),
     Fault("a rank that shuts down announces no reason", "csrc/negotiation/coordinator.cc",
           "Push(std::move(leave));", "", "negotiation_test"),

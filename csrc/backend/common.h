@@ -53,6 +53,9 @@ class StageSpan {
   TimeNs begin_ns_;  // 0: it has ended, or the timeline is off
 };
 
+// kInternal if the sizes that a collective has agreed on do not fit this rank's tensor.
+Status CheckSizes(const Batch& batch, const BatchEntry& entry, size_t ranks, size_t rank);
+
 // An allreduce or a reduce-scatter of one rank: only applies the factors.
 void ReduceAlone(const Batch& batch, TraceSink& trace);
 

@@ -26,6 +26,7 @@ Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink&
   const size_t rank = static_cast<size_t>(transport_.rank());
   std::vector<size_t> bytes_per_rank(size, 0);
   for (const BatchEntry& entry : batch.entries) {
+    HORORING_RETURN_IF_ERROR(CheckSizes(batch, entry, size, rank));
     for (size_t r = 0; r < size; ++r) bytes_per_rank[r] += entry.receive_bytes[r];
   }
   const size_t total = Sum(bytes_per_rank);
@@ -63,6 +64,7 @@ Status HostBackend::RunAlltoall(const Batch& batch, TimeNs deadline, TraceSink& 
   const size_t size = static_cast<size_t>(transport_.size());
   std::vector<size_t> send_bytes(size, 0), receive_bytes(size, 0);
   for (const BatchEntry& entry : batch.entries) {
+    HORORING_RETURN_IF_ERROR(CheckSizes(batch, entry, size, 0));
     for (size_t r = 0; r < size; ++r) {
       send_bytes[r] += entry.send_bytes[r];
       receive_bytes[r] += entry.receive_bytes[r];

@@ -32,6 +32,7 @@ Status SharedMemoryBackend::RunAllgather(const Batch& batch, TimeNs deadline, Tr
                own = static_cast<size_t>(set_.group.group_rank);
   std::vector<Channel> channels(size);
   for (const BatchEntry& entry : batch.entries) {
+    HORORING_RETURN_IF_ERROR(CheckSizes(batch, entry, size, own));
     std::byte* at = static_cast<std::byte*>(entry.output);
     for (size_t rank = 0; rank < size; ++rank) {
       const size_t bytes = entry.receive_bytes[rank];

@@ -6,15 +6,18 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <system_error>
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "capi/hororing.h"
+#include "engine/engine.h"
 #include "kernels/reduce.h"
 #include "transport/bootstrap.h"
 #include "transport/factory.h"

@@ -232,17 +232,11 @@ Status BatchRunner::Allocate(const Work& work) {
   const Communicator& communicator = communicators_.at(request.process_set);
   const size_t size = communicator.ranks.size();
   entry->results.resize(entry->views.size());
-  const bool gathers = request.kind == Collective::kAllgather;
   for (size_t i = 0; i < entry->views.size(); ++i) {
-    const size_t own = i * size + static_cast<size_t>(communicator.rank);
-    if (agreed.size() < (gathers ? (i + 1) * size : 1 + size) ||
-        (gathers && agreed[own] != entry->views[i].shape[0])) {
-      return Status(Code::kInternal,
-                    "the agreed sizes of '" + request.name + "' do not fit this rank's tensor");
-    }
     std::vector<int64_t> received;
     for (size_t rank = 0; rank < size; ++rank) {
-      received.push_back(gathers ? agreed[i * size + rank] : agreed[1 + rank]);
+      received.push_back(request.kind == Collective::kAllgather ? agreed[i * size + rank]
+                                                                : agreed[1 + rank]);
     }
     const int64_t rows = std::accumulate(received.begin(), received.end(), int64_t{0});
     const size_t bytes = static_cast<size_t>(rows) * RowBytes(entry->views[i]);
