@@ -329,11 +329,12 @@ TEST(an_end_that_is_agreed_on_is_told_in_the_same_words_everywhere) {
 
 TEST(a_failure_on_another_host_reaches_all) {
   PlayOn({0, 0, 1, 1}, {}, [](Player& player) {
+    std::vector<float> data(4, 1.0f);
+    CHECK_OK(player.Allreduce("all have started", data));
     if (player.rank == 3) {
       CHECK(player.engine->Abort("its script broke", kTestTimeout));
       return;
     }
-    std::vector<float> data(4, 1.0f);
     const Status status = player.Allreduce("x", data);
     CHECK(status.code() == Code::kPeerLost);
     CHECK(Contains(status.message(), "rank 3"));
