@@ -36,9 +36,10 @@ void TensorTable::Activate(TensorEntry* entry) {
   submitted_.push_back(entry);
 }
 
-// Two reductions in place of one tensor at a time would read each other's partial results.
+// Two allreduces in place of one tensor at a time would read each other's partial results. Results
+// of other reductions lie in memory of their own.
 Status TensorTable::Claim(const TensorEntry& given, TensorEntry* active) {
-  if (!IsReduction(given.request.kind)) return Status::Ok();
+  if (given.request.kind != Collective::kAllreduce) return Status::Ok();
   for (const TensorView& view : given.views) {
     for (const void* memory : {view.input, static_cast<const void*>(view.output)}) {
       const auto other = view.elements() > 0 ? written_.find(memory) : written_.end();
