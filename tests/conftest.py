@@ -79,9 +79,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _no_engine_is_left() -> Iterator[None]:
     """End the engine that a file has started, so that the order of files does not matter."""
     yield
-    runtime = sys.modules.get("hororing._api.init")
-    if runtime is not None:
-        runtime.shutdown()
+    engine = sys.modules.get("hororing._engine.shutdown")
+    if engine is not None:
+        engine.shutdown()
 
 
 @pytest.fixture

@@ -319,7 +319,7 @@ import hororing.numpy as r
 def ask():
     try:
         r.rank()
-    except r.job.errors.NotInitializedError as error:
+    except r.NotInitializedError as error:
         print(error)
 ask()
 atexit.register(ask)
