@@ -228,13 +228,14 @@ def test_a_signal_handler_may_call_shutdown_while_the_script_does(monkeypatch: p
 def test_sigwait_gets_signals_though_the_engine_has_threads():
     done = run("""
 import os, signal
-import hororing.numpy as r
-r.init()
+from hororing._api.init import init  # NumPy has threads of its own
+from hororing._engine.shutdown import shutdown
+init()
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
 for sent in (signal.SIGUSR1, signal.SIGTERM):
     os.kill(os.getpid(), sent)
     assert signal.sigtimedwait({sent}, 20).si_signo == sent
-r.shutdown()
+shutdown()
 print("fine")""")
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
 
@@ -243,16 +244,17 @@ print("fine")""")
 def test_threads_that_cannot_be_created_are_an_exception(allowed: int):
     done = run(f"""
 import os, resource
-import hororing.numpy as r
+from hororing._api.init import init
+from hororing._engine.state import is_initialized
 if os.geteuid() == 0:  # no limit for it
     os.setgid(65534), os.setuid(65534)
 limit = len(os.listdir("/proc/self/task")) + {allowed}
 resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
 try:
-    r.init()
+    init()
 except RuntimeError as error:
     print(error)
-assert not r.is_initialized()""")
+assert not is_initialized()""")
     assert done.returncode == 0, done.stderr
     assert "thread" in done.stdout
 
