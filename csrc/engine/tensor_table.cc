@@ -36,33 +36,6 @@ void TensorTable::Activate(TensorEntry* entry) {
   submitted_.push_back(entry);
 }
 
-// Two allreduces in place of one tensor at a time would read each other's partial results. Results
-// of other reductions lie in memory of their own.
-Status TensorTable::Claim(const TensorEntry& given, TensorEntry* active) {
-  if (given.request.kind != Collective::kAllreduce) return Status::Ok();
-  for (const TensorView& view : given.views) {
-    for (const void* memory : {view.input, static_cast<const void*>(view.output)}) {
-      const auto other = view.elements() > 0 ? written_.find(memory) : written_.end();
-      if (other == written_.end()) continue;
-      return WithStage(
-          given, Status(Code::kInvalidArgument,
-                        "its tensor is being overwritten by " + other->second->request.Title() +
-                            ", which is in flight; wait for that first, or pass "
-                            "each tensor once (tied weights)"));
-    }
-  }
-  for (const TensorView& view : given.views) {
-    if (view.elements() > 0) written_[view.output] = active;
-  }
-  active->claims = true;
-  return Status::Ok();
-}
-
-void TensorTable::Release(TensorEntry* entry) {
-  if (!std::exchange(entry->claims, false)) return;
-  for (const TensorView& view : entry->views) written_.erase(view.output);
-}
-
 Status TensorTable::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id) {
   std::lock_guard<std::mutex> lock(mutex_);
   TensorEntry& given = **entry;
@@ -83,14 +56,8 @@ Status TensorTable::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle,
                                 ") is still in flight on this rank; wait for it, or use "
                                 "another name"));
   }
-  const bool again = record.entry != nullptr && record.entry->request == given.request;
-  const Status claimed = Claim(given, again ? record.entry.get() : entry->get());
-  if (!claimed.ok()) {
-    if (record.entry == nullptr && record.id == 0) records_.erase(key_);
-    return claimed;
-  }
   joining_ = given.request.kind == Collective::kJoin;
-  if (again) {
+  if (record.entry != nullptr && record.entry->request == given.request) {
     record.entry->views.swap(given.views);
     record.entry->ready.swap(given.ready);
     record.entry->request.weight = given.request.weight;
@@ -151,17 +118,13 @@ std::unique_ptr<TensorEntry> TensorTable::Remove(const std::string& key) {
   if (found == records_.end() || Active(found->second) == nullptr) return nullptr;
   std::unique_ptr<TensorEntry> removed = std::move(found->second.entry);
   if (found->second.id == 0) records_.erase(found);
-  Release(removed.get());
   if (removed->request.kind == Collective::kJoin) joining_ = false;
   return removed;
 }
 
 void TensorTable::Deactivate(const std::vector<TensorEntry*>& entries) {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (TensorEntry* entry : entries) {
-    entry->active = false;
-    Release(entry);
-  }
+  for (TensorEntry* entry : entries) entry->active = false;
 }
 
 uint64_t TensorTable::IdOf(const Request& request) {
@@ -208,10 +171,7 @@ std::vector<std::unique_ptr<TensorEntry>> TensorTable::RemoveSet(int32_t process
     if (record.id != 0) known_.erase(record.id);
     submitted_.erase(std::remove(submitted_.begin(), submitted_.end(), record.entry.get()),
                      submitted_.end());
-    if (TensorEntry* const entry = Active(record)) {
-      Release(entry);
-      removed.push_back(std::move(record.entry));
-    }
+    if (Active(record) != nullptr) removed.push_back(std::move(record.entry));
     each = records_.erase(each);
   }
   return removed;

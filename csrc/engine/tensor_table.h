@@ -46,8 +46,7 @@ struct TensorEntry {
   TimeNs submitted_ns = 0;  // when the first request of the same report was submitted
   // On a device: the event after which each view may be used; empty: now.
   std::vector<std::shared_ptr<const DeviceEvent>> ready;
-  bool active = false;  // in flight; GUARDED_BY the table's mutex, as below
-  bool claims = false;  // its results are in TensorTable::written_
+  bool active = false;  // in flight; GUARDED_BY the table's mutex
   // Only for the loop.
   uint64_t cache_id = 0;  // of `request`; 0: none is known
   TimeNs reported_ns = 0;
@@ -81,9 +80,8 @@ class TensorTable {
 
   // Takes `*entry`, or only its views and events if the record has an inactive entry for the same
   // request. Sets `handle`, and `id`: the caller's id for Start, or 0 if there is none yet.
-  // kDuplicateName while a request of that name is active; kInvalidArgument while a join is active,
-  // or if it reduces memory that another such request in flight overwrites; after Close, its
-  // status. Persistent requests that are started by their ids are not compared.
+  // kDuplicateName while a request of that name is active; kInvalidArgument while a join is active;
+  // after Close, its status.
   Status Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id);
   // Starts persistent requests of one tensor in host memory, which is now at `addresses`, in place.
   // Stops at the first that must be submitted: it is active, has no valid id or no memory, or has
@@ -131,19 +129,15 @@ class TensorTable {
   static TensorEntry* Active(const RequestRecord& record) {
     return record.entry != nullptr && record.entry->active ? record.entry.get() : nullptr;
   }
-  // All: REQUIRES mutex_.
+  // Both: REQUIRES mutex_.
   TensorEntry* Inactive(uint64_t id);
   void Activate(TensorEntry* entry);
-  Status Claim(const TensorEntry& given, TensorEntry* active);
-  void Release(TensorEntry* entry);
 
   HandleTable* const handles_;
   const uint64_t first_id_;  // added to cache ids for callers; unique per table
   std::mutex mutex_;
   std::unordered_map<std::string, RequestRecord> records_;  // by Key; GUARDED_BY(mutex_)
   std::vector<TensorEntry*> submitted_;                     // GUARDED_BY(mutex_)
-  // Where reductions write that were submitted and are active, and by which.
-  std::unordered_map<const void*, const TensorEntry*> written_;  // GUARDED_BY(mutex_)
   std::string key_;                                     // scratch for look-ups; GUARDED_BY(mutex_)
   Status closed_;                                       // GUARDED_BY(mutex_)
   std::atomic<bool> joining_{false};                    // a join is active; written under mutex_

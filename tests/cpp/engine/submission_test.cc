@@ -44,27 +44,6 @@ TEST(many_requests_are_submitted_and_awaited_together) {
   }
 }
 
-TEST(a_tensor_that_a_reduction_overwrites_is_not_reduced_meanwhile) {
-  Play(2, {}, [](Player& player) {
-    std::vector<float> data(9, 1.0f);
-    for (int round = 0; round < 3; ++round) {  // in full, then persistent
-      int64_t handle = 0, again = 0;
-      if (player.rank == 0) {
-        CHECK_OK(player.Submit("x", data, ReduceOp::kSum, &handle));
-        const Status refused = player.Submit("y", data, ReduceOp::kSum, &again);
-        CHECK(refused.code() == Code::kInvalidArgument);
-        CHECK(Contains(refused.message(), "allreduce 'y' (SUBMIT)"));
-        CHECK(Contains(refused.message(), "allreduce 'x', which is in flight"));
-        CHECK_OK(player.Wait(handle));
-      } else {
-        CHECK_OK(player.Allreduce("x", data));
-      }
-      CHECK_OK(player.Allreduce("y", data));
-      CHECK(data == std::vector<float>(9, static_cast<float>(1 << (2 * round + 2))));
-    }
-  });
-}
-
 TEST(persistent_requests_start_by_their_ids_up_to_one_that_must_be_submitted) {
   for (int size : {1, 2, 3}) {
     Play(size, {}, [](Player& player) {
@@ -213,18 +192,17 @@ TEST(the_loop_is_rung_once_until_it_looks) {
 TEST(a_table_starts_what_is_inactive_and_has_an_id_of_its_own) {
   HandleTable handles;
   TensorTable table(&handles), other(&handles);
-  std::map<std::string, std::vector<float>> data;
-  for (const char* name : {"a", "b", "c"}) data[name].assign(2, 1.0f);
+  std::vector<float> data(2, 1.0f);
   std::vector<TensorEntry*> taken;
   std::map<std::string, uint64_t> ids;
   int64_t handle = 0;
   const auto submit = [&](const char* name) {
-    std::unique_ptr<TensorEntry> entry = Player::Entry(name, data[name], ReduceOp::kSum);
+    std::unique_ptr<TensorEntry> entry = Player::Entry(name, data, ReduceOp::kSum);
     CHECK_OK(table.Submit(&entry, &handle, &ids[name]));
     CHECK(handles.Poll(handle) == HandleState::kPending);
   };
   const auto start = [&](TensorTable& of, const char* name) {
-    const auto address = reinterpret_cast<uintptr_t>(data[name].data());
+    const auto address = reinterpret_cast<uintptr_t>(data.data());
     const Restart restart{ids[name], std::nullopt};
     return of.Start(&restart, &address, 1, &handle) == 1;
   };
@@ -240,7 +218,7 @@ TEST(a_table_starts_what_is_inactive_and_has_an_id_of_its_own) {
     const uint64_t a = 2 * round + 1, b = 2 * round + 2;
     for (const auto& [name, id] : {std::pair("a", a), std::pair("b", b)}) {
       submit(name);
-      table.Define(id, Player::Entry(name, data[name], ReduceOp::kSum)->request, {});
+      table.Define(id, Player::Entry(name, data, ReduceOp::kSum)->request, {});
       table.Find(name)->cache_id = id;
       CHECK(!start(table, name));
     }
