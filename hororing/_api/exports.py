@@ -1,6 +1,4 @@
-"""The names that need no framework and that every adapter exports, and Horovod's `_basics`."""
-
-from types import SimpleNamespace
+"""The names that need no framework and that every adapter exports."""
 
 from hororing._api.built import (
     ccl_built,
@@ -33,7 +31,6 @@ from hororing._requests.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
-    ids_and_ranks,
     remove_process_set,
 )
 from hororing.errors import (
@@ -94,17 +91,3 @@ __all__ = [
     "statistics",
     "stop_timeline",
 ]
-
-# About the process and its engine.
-_BASICS = (
-    *(ccl_built, cuda_built, ddl_built, gloo_built, gloo_enabled, mpi_built, mpi_threads_supported),
-    *(nccl_built, rocm_built, statistics, cross_rank, cross_size, init, is_homogeneous),
-    *(is_initialized, local_rank, local_size, mpi_enabled, rank, shutdown, size),
-    *(start_timeline, stop_timeline),
-)
-
-
-def basics() -> SimpleNamespace:
-    """Return Horovod's `_basics`, an object that scripts and tests use."""
-    functions = {each.__name__: each for each in _BASICS}
-    return SimpleNamespace(**functions, _get_process_set_ids_and_ranks=ids_and_ranks)

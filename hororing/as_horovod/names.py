@@ -7,7 +7,7 @@ from __future__ import annotations
 MODULES = {
     "horovod": "hororing.as_horovod.horovod",
     "horovod.common": "hororing.as_horovod.horovod.common",
-    "horovod.common.basics": "hororing._api.exports",
+    "horovod.common.basics": "hororing._api.basics",
     "horovod.common.elastic": "hororing.elastic",
     "horovod.common.exceptions": "hororing.as_horovod.horovod.common.exceptions",
     "horovod.common.process_sets": "hororing._requests.process_sets",

@@ -478,7 +478,7 @@ def test_horovods_run_means_the_same():
         "except RuntimeError as error: print(repr(error.__cause__))\n"
     )
     out, errors = process.communicate(timeout=DEADLINE_S)
-    assert out == "HororingInternalError('hororing._api.exports')\n", errors
+    assert out == "HororingInternalError('hororing._api.basics')\n", errors
 
 
 def test_tracebacks_show_the_code_of_cells():

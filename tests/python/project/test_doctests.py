@@ -40,7 +40,7 @@ WITHOUT = """
     RankReport Recording Run SamplerStateHandler State StateHandler StochasticRounding TensorBoard
     TopK Tracker UpdateBatchStateCallback UpdateEpochStateCallback WeightsAndBiases
     broadcast_global_variables ccl_built check_num_rank_power_of_2 cross_rank cross_size
-    cuda_built ddl_built diagnose error_for evaluate_checkpoints get_handler_registry gloo_built
+    cuda_built ddl_built diagnose evaluate_checkpoints get_handler_registry gloo_built
     gloo_enabled handle_average_backwards_compatibility history is_homogeneous local_rank_op
     local_size local_size_op mpi_built mpi_enabled mpi_threads_supported nccl_built
     process_set_included_op read_run read_timeline refs_to_vars rocm_built run run_fn
