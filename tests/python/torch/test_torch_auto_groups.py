@@ -445,6 +445,7 @@ def case_an_interrupt_anywhere_is_taken_up_by_the_next_call() -> None:
 
 
 def case_the_timeline_shows_when_groups_are_formed() -> None:
+    torch.manual_seed(1)  # an interrupted rank has drawn other numbers
     folder = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
     file = Path(folder, "timeline.json")
     hvd.start_timeline(str(file))
