@@ -230,7 +230,8 @@ def test_ranks_know_their_places_and_the_secret_is_a_descriptor():
 
 def test_programs_that_a_script_starts_inherit_no_secret():
     script = (
-        "import os; from hororing import config; from _job import bootstrap, launchers as launch;"
+        "import os; from hororing import config;"
+        "from hororing._job import bootstrap, launchers as launch;"
         "m = bootstrap.find(launch.detect(), config.load());"
         "os.system('ls -l /proc/self/fd/'); m.done()"
     )
@@ -750,7 +751,8 @@ def test_a_program_that_is_missing_there_is_an_error(rsh: str, tmp_path: Path):
 def test_hosts_with_networks_of_their_own(tmp_path: Path):
     script = tmp_path / "ranks.py"
     script.write_text(
-        "import os\nfrom hororing import config; from _job import bootstrap, launchers as launch\n"
+        "import os\nfrom hororing import config\n"
+        "from hororing._job import bootstrap, launchers as launch\n"
         "m = bootstrap.find(launch.detect(), config.load())\n"
         "print(m.share(os.uname().nodename + ' ' + m.local_address, 20)); m.done()\n"
     )

@@ -381,7 +381,7 @@ def test_a_process_is_bound_and_so_is_what_it_starts(tmp_path):
         pytest.skip("one core only")
     root = tree(tmp_path / "n", {0: str(cores[0]), 1: str(cores[1])}, "0")
     script = (
-        "import os, sys, pathlib; from hororing.hororun import numa\n"
+        "import os, sys, pathlib; from hororing.hororun.host import numa\n"
         "bound = numa.bind(int(sys.argv[2]), pathlib.Path(sys.argv[1]))\n"
         "print(bound.node, bound.memory_node, bound.notice, sep='|', flush=True)\n"
         "os.execvp(sys.executable, [sys.executable, '-c', '''import ctypes, os, platform\n"

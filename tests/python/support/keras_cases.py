@@ -611,6 +611,7 @@ def load_without_us(path: Path, optimizer) -> None:
     own = tempfile.TemporaryDirectory()
     shutil.copy(path, own.name)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI", "PMI"))}
+    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # an entry point of hororing
     process = subprocess.Popen(
         [sys.executable, "-c", LOAD_WITHOUT_US, str(Path(own.name, path.name)), BACKEND],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
