@@ -353,8 +353,9 @@ HR_OR((Caught(), 0))
 HR_EXPORT const char* hr_last_error(void) { return last_error.c_str(); }
 HR_EXPORT int32_t hr_last_error_rank(void) { return last_error_rank; }
 
-HR_EXPORT int32_t hr_unreachable(int32_t index) {
+HR_EXPORT int32_t hr_unreachable(int32_t index) try {
   std::lock_guard<std::mutex> lock(process.mutex);
   const size_t at = static_cast<size_t>(index);
   return at < process.unreachable.size() ? process.unreachable[at] : -1;
 }
+HR_OR((Caught(), -1))
