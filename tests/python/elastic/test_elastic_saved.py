@@ -164,8 +164,8 @@ def test_a_torch_state_goes_on_with_the_same_bits(tmp_path: Path, monkeypatch: p
     torch = pytest.importorskip("torch")
     module = pytest.importorskip("hororing.torch.elastic.state")
     alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    monkeypatch.setattr(module, "job", alone)
-    monkeypatch.setattr("hororing.torch.elastic.sampler.job", alone)
+    monkeypatch.setattr(module, "state", alone)
+    monkeypatch.setattr("hororing.torch.elastic.sampler.state", alone)
     monkeypatch.setattr(module.TorchState, "_leave_if_due", lambda self, replayed: None)
 
     def made(seed: int) -> Any:

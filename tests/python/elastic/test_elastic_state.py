@@ -53,7 +53,7 @@ def test_every_sample_comes_once_whatever_happens(
         return samplers, shares
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "job", place)
+        patch.setattr(module, "state", place)
         committed = {"epoch": 1, "processed_num": 0}
         seen: list[int] = []  # by the model, as it is
         saved: list[int] = []  # by the model, as it was committed
