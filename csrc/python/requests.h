@@ -1,5 +1,5 @@
-// Requests of plain tensors, from submission to result, in the tables of hororing/_requests/handles.py.
-// Under the GIL, which is released only for waiting.
+// Requests of plain tensors, from submission to result, in the tables of
+// hororing/_requests/handles.py. Under the GIL, which is released only for waiting.
 #pragma once
 
 #include <Python.h>

@@ -1,5 +1,6 @@
-// tests/python/core/test_gpu_declarations.py compiles this file, without running it, if the headers of
-// CUDA and NCCL (2.14 or later) are installed: the declarations of csrc/gpu must agree with them.
+// tests/python/core/test_gpu_declarations.py compiles this file, without running it, if the headers
+// of CUDA and NCCL (2.14 or later) are installed: the declarations of csrc/gpu must agree with
+// them.
 #include <cuda.h>
 #include <nccl.h>
 

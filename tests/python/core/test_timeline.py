@@ -111,7 +111,9 @@ def trained(size: int) -> Timeline:
     pytest.importorskip("torch")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "timeline.json")
-        job = mpirun.run(RANKS, size, "train", environment={"HORORING_TIMELINE": str(path)})
+        # The parameters would be compared at the first reduction: a request of its own.
+        environment = {"HORORING_TIMELINE": str(path), "HORORING_CHECK_PARAMETERS": "0"}
+        job = mpirun.run(RANKS, size, "train", environment=environment)
         assert job.returncode == 0, job.report()
         assert job.outputs == [""] * size, job.report()
         return Timeline(path)

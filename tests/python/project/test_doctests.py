@@ -76,7 +76,9 @@ def modules(*, of_keras: bool) -> list[str]:
     for path in sorted(ROOT.glob("hororing/**/*.py")):
         if ">>> " in path.read_text("utf-8"):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            keras = bool({"keras", "tensorflow"} & set(name.split("."))) or name.endswith("elastic_callbacks")
+            keras = bool({"keras", "tensorflow"} & set(name.split("."))) or name.endswith(
+                "elastic_callbacks"
+            )
             if keras == of_keras and name not in ELSEWHERE:
                 found.append(name)
     return found

@@ -44,7 +44,7 @@ def test_names_are_those_of_the_code() -> None:
     named = {
         name
         for page in PAGES
-        for name in re.findall(r"(?<![\w/.-])hororing(?:\.[A-Za-z]\w*)+", page.read_text("utf-8"))
+        for name in re.findall(r'(?<![\w/."-])hororing(?:\.[A-Za-z]\w*)+', page.read_text("utf-8"))
     }
     assert len(named) > 20
     classes = {

@@ -52,7 +52,7 @@ def test_stores_of_our_launchers_admit_nobody_without_the_secret():
     assert len(secret) == 32
     assert start.new_store(2, several_hosts=False)[1] != secret
     # Ray and Spark take the same store; elastic jobs make such a secret themselves.
-    for file in ("ray/ranks.py", "spark/driver.py", "ray/elastic.py", "hororun/start.py"):
+    for file in ("ray/ranks.py", "spark/driver.py", "ray/elastic.py", "hororun/job/start.py"):
         text = (ROOT / "hororing" / file).read_text()
         assert re.search(r"start\.new_store\(|protocol\.new_secret\(\)", text), file
 
@@ -66,4 +66,4 @@ def test_what_unpickles_is_what_the_page_names():
     own = {"elastic/saved.py", "toolkit/tracking/record.py"}  # save_to's file; a copy
     launchers = {"hororun/call.py", "hororun/function.py", "ray/elastic.py", "spark/task.py"}
     # Of ranks: `objects` refuses pickles without a proof, and then torch/state.py gets none.
-    assert found - own - launchers == {"objects.py", "torch/state.py"}
+    assert found - own - launchers == {"_requests/objects.py", "torch/state.py"}
