@@ -36,4 +36,7 @@ else:
             from hororing._engine.core import VERSION
 
             return VERSION
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}: import hororing.torch, .tensorflow, "
+            ".keras or .numpy as hvd"
+        )
