@@ -44,10 +44,11 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Parameters
     ----------
-    comm : None for all ranks of the job; or, if MPI started them, a list of ranks, which then form
-        their own job, or an mpi4py communicator.
-    process_sets : a list of `ProcessSet` or of lists of ranks, registered with ids from 1 in this
-        order; or "dynamic", which allows `add_process_set` afterwards.
+    comm : None, list of int, or mpi4py.MPI.Comm
+        None: all ranks of the job. If MPI started them: ranks, or a communicator, which then form
+        their own job.
+    process_sets : list of ProcessSet, list of lists of int, or "dynamic"
+        Registered with ids from 1 in this order. "dynamic" allows `add_process_set` afterwards.
 
     Raises
     ------
