@@ -113,7 +113,7 @@ class RingSchedule {
 };
 
 // Waits for requests in the order in which they were posted, each exactly once. The destructor
-// waits for those that are left when a function returns early.
+// gives up those that are left when a function returns early: its error has waited long enough.
 class Inflight {
  public:
   // A request, and data for the caller.
@@ -125,7 +125,10 @@ class Inflight {
 
   Inflight(Transport& transport, TimeNs deadline) : transport_(transport), deadline_(deadline) {}
   // The transport remembers its first error, which the caller is already returning.
-  ~Inflight() { (void)WaitAll().ok(); }
+  ~Inflight() {
+    deadline_ = Transport::kNoWait;
+    (void)WaitAll().ok();
+  }
   Inflight(const Inflight&) = delete;
   Inflight& operator=(const Inflight&) = delete;
 
@@ -171,7 +174,7 @@ class Inflight {
 
  private:
   Transport& transport_;
-  const TimeNs deadline_;
+  TimeNs deadline_;
   std::deque<Transfer> transfers_;
   size_t added_ = 0;
 };

@@ -69,6 +69,8 @@ class Transport {
   virtual int size() const = 0;
   virtual const char* name() const = 0;  // "inproc", "shm", "tcp", "mpi"
 
+  static constexpr TimeNs kNoWait = 0;  // a deadline
+
   // Data plane. `data` stays valid and, for Receive, untouched until the Wait returns.
   // Zero bytes are legal. `peer` is never this rank.
   virtual Request Send(int peer, const void* data, size_t bytes) = 0;
@@ -129,7 +131,7 @@ class Transport {
   // Returns when a wait until `deadline`, in which data last moved at `progressed_ns`, gives up: it
   // has its full limit again after every progress, and after this process was stopped.
   virtual TimeNs Extended(TimeNs deadline, TimeNs progressed_ns) const {
-    if (wait_limits_.limit_ns == 0) return deadline;
+    if (wait_limits_.limit_ns == 0 || deadline == kNoWait) return deadline;
     return std::max(deadline,
                     After(std::max(stopped_until_ns_, progressed_ns), wait_limits_.limit_ns));
   }

@@ -5,11 +5,13 @@ Push tier, 10 s.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import mpirun
@@ -25,6 +27,16 @@ RANKS = Path(__file__).parents[1] / "support/ending_ranks.py"
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str | int | Path) -> str:
     assert __main__.main(["doctor", *map(str, arguments)]) == 0
     return capsys.readouterr().out
+
+
+@contextlib.contextmanager
+def another_process(*files: int) -> Iterator[int]:
+    """A process without a recorder of its own: this one has one once a test has called `init`."""
+    with subprocess.Popen(["sleep", "60"], pass_fds=files) as process:
+        try:
+            yield process.pid
+        finally:
+            process.kill()
 
 
 def test_a_rank_that_others_wait_for_is_asked_what_it_is_doing(
@@ -161,7 +173,8 @@ def test_doctor_does_not_wait_for_a_pipe(tmp_path: Path, capsys: pytest.CaptureF
     held = os.open(pipe, os.O_RDWR)
     signal.alarm(20)  # a read would wait for ever
     try:
-        assert __main__.main(["doctor", "--pid", str(os.getpid()), str(pipe)]) == 1
+        with another_process() as pid:
+            assert __main__.main(["doctor", "--pid", str(pid), str(pipe)]) == 1
     finally:
         signal.alarm(0)
         os.close(held)
@@ -174,13 +187,14 @@ def test_doctor_does_not_wait_for_a_pipe(tmp_path: Path, capsys: pytest.CaptureF
 def test_doctor_of_root_reads_other_users_only_on_request(capsys: pytest.CaptureFixture[str]):
     file = os.memfd_create(recorder.NAME)
     try:
-        os.write(file, written(pid=os.getpid()))
-        os.fchown(file, 12345, 12345)
-        assert __main__.main(["doctor", "--pid", str(os.getpid())]) == 1
-        assert "is of user 12345: --all-users" in capsys.readouterr().err
-        assert recorder.find(os.getpid(), all_users=True) == f"/proc/{os.getpid()}/fd/{file}"
-        assert f"pid {os.getpid()} on host h" in ask(capsys, "--all-users", "--pid", os.getpid())
-        assert "on host h" in ask(capsys, "--all-users", "--job", os.getpid())
+        with another_process(file) as pid:
+            os.write(file, written(pid=pid))
+            os.fchown(file, 12345, 12345)
+            assert __main__.main(["doctor", "--pid", str(pid)]) == 1
+            assert "is of user 12345: --all-users" in capsys.readouterr().err
+            assert recorder.find(pid, all_users=True) == f"/proc/{pid}/fd/{file}"
+            assert f"pid {pid} on host h" in ask(capsys, "--all-users", "--pid", pid)
+            assert "on host h" in ask(capsys, "--all-users", "--job", pid)
     finally:
         os.close(file)
 
