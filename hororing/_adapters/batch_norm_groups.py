@@ -37,7 +37,7 @@ class Grouped:
             return self.process_set
         group = self._group
         if group is None or group.process_set_id is None or len(group.ranks) != self.group_size:
-            self._register_groups(self.group_size)  # there are none of this job and init()
+            self._register_groups(self.group_size)  # the groups belong to an earlier job
         return self._group
 
     def _register_groups(self, group_size: int) -> None:

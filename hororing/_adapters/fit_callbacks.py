@@ -139,7 +139,7 @@ class Broadcast:
         raise NotImplementedError
 
     def _uses(self, optimizer: Any) -> bool | None:
-        """Return whether a distributed optimizer was used as it should; None: it is another one."""
+        """Return whether a distributed optimizer was used as it should, or None for another one."""
         raise NotImplementedError
 
     def _send(self, variables: list[Any]) -> None:

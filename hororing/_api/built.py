@@ -28,12 +28,12 @@ def mpi_threads_supported() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return False: there is no Gloo in hororing."""
+    """Return False: hororing does not use Gloo."""
     return False
 
 
 def gloo_built() -> bool:
-    """Return False: there is no Gloo in hororing."""
+    """Return False: hororing does not use Gloo."""
     return False
 
 

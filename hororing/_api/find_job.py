@@ -90,7 +90,7 @@ def find_job(
 def _connect(
     started_by: Launch, settings: Config, comm: Any, meet: Callable[[], Member] | None
 ) -> Member | None:
-    """Connect to the store of this job; None: the environment names none."""
+    """Connect to the store of this job. Return None if the environment names none."""
     if comm is not None and job_settings.read(started_by) is not None:
         raise ValueError(f"init: comm={comm!r} needs MPI, which did not start this job")
     try:

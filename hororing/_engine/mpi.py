@@ -168,7 +168,7 @@ def _with_layer(library: ctypes.CDLL) -> Choice:
 
 
 def _abi_of(library: ctypes.CDLL) -> str:
-    """One of _SONAMES, whatever the name of the file; "": another one, or no MPI."""
+    """Return the ABI of a library, one of _SONAMES, or "" if it is unknown."""
     major, minor, length = ctypes.c_int(-1), ctypes.c_int(-1), ctypes.c_int()
     if hasattr(library, "MPI_Abi_get_version"):
         library.MPI_Abi_get_version(ctypes.byref(major), ctypes.byref(minor))

@@ -226,7 +226,7 @@ def _request(process_set: int, collective: int, length: int, name: bytes) -> str
 
 
 def find(pid: int, all_users: bool = False) -> str | None:
-    """The path at which the recorder of a process can be read; None: it has none.
+    """Return the path at which the recorder of a process can be read, or None if it has none.
 
     PermissionError for that of another user: always, or for root unless `all_users`.
     """

@@ -19,7 +19,7 @@ def enabled() -> bool:
 
 
 def path() -> str:
-    """Return the present or the latest file; "": none, or not on this rank."""
+    """Return the present or the latest file, or "" if this rank has none."""
     return state.process.timeline
 
 

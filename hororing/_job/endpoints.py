@@ -42,7 +42,7 @@ class Place:
 
 
 def place(started_by: Launch, env: Mapping[str, str]) -> Place | None:
-    """Return the place from the launcher's variables; None: they name none.
+    """Return the place from the launcher's variables, or None if they name none.
 
     ValueError names the variable that is missing or wrong.
     """
@@ -55,7 +55,7 @@ def applies_to(started_by: Launch) -> bool:
 
 
 def job(started_by: Launch, env: Mapping[str, str]) -> str:
-    """A name that is unique among all starts on all hosts of a shared directory; "": none."""
+    """Return a name that is unique among all starts on all hosts of a shared directory, or ""."""
     number = env.get("SLURM_JOB_ID")
     if started_by.launcher != launchers.SRUN or not number:
         return ""

@@ -62,7 +62,7 @@ def is_elastic() -> bool:
 
 
 def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> JobSettings | None:
-    """Read and check the variables; None: they name neither a store nor ranks."""
+    """Read and check the variables. Return None if they name neither a store nor ranks."""
     everything = environment.variables() if environ is None else environ
     job_launchers.check(started_by, everything)
     env = own_variables(everything)

@@ -211,7 +211,7 @@ def _launch(row: Launcher, env: Mapping[str, str]) -> Launch:
 
 
 def _numbered(names: str, env: Mapping[str, str]) -> str:
-    """The one of `names` that is a number; "": none is."""
+    """Return the first of `names` whose value is a number, or ""."""
     return next((name for name in names.split("|") if env.get(name, "").isdecimal()), "")
 
 

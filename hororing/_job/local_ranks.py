@@ -39,7 +39,7 @@ class Neighbours:
     """The ranks of this job that have been seen on this host."""
 
     def __init__(self, members: Collection[int] | None) -> None:
-        """Watch those of `members`; None: all."""
+        """Watch the ranks `members`, or all of them if it is None."""
         own = _variables("self")
         self._job = own[0] if own else None
         self._members = members

@@ -18,7 +18,7 @@ _FAST_LAYERS = ("ucx", "cm")
 
 
 def fast(environ: Mapping[str, str], root: Path = Path("/")) -> str:
-    """A network of this host that is faster with MPI than with TCP, such as "mlx5_0"; "": none.
+    """Return a network of this host that MPI uses faster than TCP, such as "mlx5_0", or "".
 
     OMPI_MCA_pml, if the user sets it, decides; otherwise devices that are up and can be opened.
     """

@@ -174,7 +174,7 @@ class SetOfMembers:
             return True
 
     def get(self, timeout_s: float) -> ProcessSet | None:
-        """Block until all members have requested it; None: not within `timeout_s`."""
+        """Block until all members have requested it. None if `timeout_s` passes first."""
         if self._set.process_set_id is None:
             if not handles.wait_at_most(self._handle, timeout_s):
                 return None

@@ -27,7 +27,7 @@ def write(path: Path, commits: int, kept: Any) -> None:
 
 
 def read(path: Path) -> tuple[int, Any] | None:
-    """Return the number of commits and the state; None: the file does not exist.
+    """Return the number of commits and the state, or None if the file does not exist.
 
     ValueError : it is not a state, or cannot be read.
     """

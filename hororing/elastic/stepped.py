@@ -36,7 +36,7 @@ class SteppedState(ObjectState):
         return False
 
     def _attach(self, steps: Steps | None) -> None:
-        """Make optimizers take their steps through `steps`; None: as without a state."""
+        """Make optimizers take their steps through `steps`, or, with None, as without a state."""
         raise NotImplementedError
 
     def _go_back(self) -> None:

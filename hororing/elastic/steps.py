@@ -162,7 +162,7 @@ class Steps:
     # -- at a mark ------------------------------------------------------------------------------
 
     def mark(self, keeps_parameters: bool) -> bool:
-        """Note that the script's other values are as far as the parameters.
+        """Note that the script's other values match the parameters.
 
         Returns whether steps were replayed, so that samples must be redistributed.
         """

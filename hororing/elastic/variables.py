@@ -112,7 +112,7 @@ class Stepper(Protocol):
         """Take a step by `apply` when the gradients are reduced, or skip it."""
 
     def attach(self, steps: Steps | None) -> None:
-        """From now on count steps for `steps`; None: do not count."""
+        """From now on count steps for `steps`. With None, do not count."""
 
 
 class ModelState(VariablesState):

@@ -58,7 +58,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return subprocess.call([sys.executable, "-m", "hororing", "info"])
     command = _program(arguments)
     if not (command or arguments.print_topology or arguments.export_config):
-        parser.error("what shall the ranks run? hororun -np 4 python train.py")
+        parser.error("no program given, e.g. hororun -np 4 python train.py")
     if arguments.gloo and arguments.mpi:
         parser.error("--gloo and --mpi exclude each other")
     if arguments.mpi_args and not arguments.mpi:

@@ -107,7 +107,7 @@ def _owner(pid: int) -> dict[str, Any]:
 
 
 def began(pid: int) -> int | None:
-    """The start time of the process, in the kernel's ticks; None: it does not exist."""
+    """Return the process's start time, in the kernel's ticks, or None if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b") ")[2].split()

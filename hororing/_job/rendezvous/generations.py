@@ -322,7 +322,7 @@ class Generations:
     # Time
 
     def lacks(self) -> str:
-        """Describe the wait of the next generation, which must not last forever; "": no wait."""
+        """Describe the wait of the next generation, which must not last forever, or return ""."""
         members = [each for each in self._all() if each.rank >= 0]
         over = self.broken or not members or any(each.ready for each in members)
         if self.ended or not (over if self.number else self._processes):

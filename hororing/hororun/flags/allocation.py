@@ -23,7 +23,7 @@ class Allocation:
 
 
 def find(environ: Mapping[str, str]) -> Allocation | None:
-    """Find an allocation; None: there is none.
+    """Find an allocation. Return None if there is none.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def kill_wait_s(environ: Mapping[str, str]) -> float | None:
-    """Return the time that the scheduler gives to processes after SIGTERM; None: unknown."""
+    """Return the time between SIGTERM and SIGKILL of the scheduler, or None if it is unknown."""
     if "SLURM_JOB_ID" not in environ:
         return None
     try:

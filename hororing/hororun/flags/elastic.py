@@ -71,7 +71,7 @@ def chosen(
     hosts: Callable[[], Sequence[Host]],
     variables: Mapping[str, str],
 ) -> Elastic | None:
-    """The given settings; None: the job is not elastic. ValueError, OSError.
+    """Return the given settings, or None if the job is not elastic. ValueError, OSError.
 
     Parameters
     ----------

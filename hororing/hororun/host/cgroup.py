@@ -27,7 +27,7 @@ def cores() -> int:
 
 
 def processes_left() -> int | None:
-    """Return how many more processes and threads may be started; None: any number."""
+    """Return how many more processes and threads may be started, or None without a limit."""
     lefts = []
     for group in _groups("pids"):
         most, now = _first(group / "pids.max"), _first(group / "pids.current")

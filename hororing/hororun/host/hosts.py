@@ -53,7 +53,7 @@ class LocalHost:
         self.start(self.programs)
 
     def start(self, programs: Sequence[Program]) -> None:
-        """Start some. CannotStartError."""
+        """Start the ranks of `programs`. CannotStartError."""
         descriptor = memory_file("secret", self._secret)
         try:
             for program in programs:

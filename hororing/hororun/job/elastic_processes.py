@@ -25,7 +25,7 @@ class ProcessHost(Protocol):
     hostname: str  # as its processes call it
 
     def start(self, programs: Sequence[Program]) -> None:
-        """Start some. CannotStartError."""
+        """Start the ranks of `programs`. CannotStartError."""
 
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to one process, or to all."""

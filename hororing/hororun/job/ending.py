@@ -78,7 +78,7 @@ class Ending:
         return self._at is not None
 
     def left_s(self) -> float | None:
-        """Time until `go_on` has something to do; None: nothing."""
+        """Return the time until `go_on` has something to do, or None if it has nothing."""
         return None if self._at is None else max(self._at - time.monotonic(), 0.0)
 
     def stop(self, number: int) -> None:

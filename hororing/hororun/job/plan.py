@@ -122,7 +122,7 @@ def replicas_of(rank: int, size: int, replicas: int) -> range:
 def topology(
     placed: Sequence[Place], replicas: int | None, node_of: Callable[[Place], str] | None
 ) -> str:
-    """Return the placement as a readable table. `node_of`: the NUMA node; None: not bound."""
+    """Return the placement as a table. `node_of`: the NUMA node, or None if not bound."""
     hosts, size = len({place.host for place in placed}), len(placed)
     title = f"{_count(size, 'rank')} on {_count(hosts, 'host')}"
     if replicas is not None:

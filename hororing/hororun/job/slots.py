@@ -88,7 +88,7 @@ class Slots:
         return ready[: max(self.max_np - running, 0)]
 
     def next_at(self, now: float, running: int) -> float | None:
-        """The time when the next one is due; None: not by time alone."""
+        """Return the time when the next one is due, or None if none is due by time alone."""
         if running >= self.max_np:
             return None
         return min((slot.ready_at for slot in self._free() if slot.ready_at > now), default=None)

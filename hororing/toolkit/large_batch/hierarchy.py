@@ -50,7 +50,7 @@ class Hierarchy:
         return steps >= self.warmup_steps
 
     def level_after(self, steps: int) -> int | None:
-        """Return the level that averages when `steps` steps are done; None: none."""
+        """Return the level that averages when `steps` steps are done, or None."""
         local = steps - self.warmup_steps
         if local <= 0:
             return None

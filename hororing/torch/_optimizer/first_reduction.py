@@ -111,7 +111,7 @@ class FirstReduction(ReplicaCheck):
 
 
 def _clash(reducer: Reducing, other: Reducing) -> str:
-    """Return a name that the two have for different parameters; "": none. Copies may have some."""
+    """Return a name that the two have for different parameters, or "". Copies may have some."""
     if (
         other is reducer
         or other.members != reducer.members

@@ -115,7 +115,7 @@ class Route(ABC):
 
     @property
     def handle(self) -> int:
-        """The handle of the request in flight; 0: none."""
+        """The handle of the request in flight, or 0."""
         return self._handle
 
     def reset(self) -> None:

@@ -123,7 +123,7 @@ class Step(Queue):
 
     @uncompiled
     def note_task(self, name: str) -> None:
-        """Note a graph task, at its first hook in this thread, that of `name`."""
+        """Note a graph task, called by its first hook on this thread, that of `name`."""
         task, thread = torch._C._current_graph_task_id(), get_ident()
         if task not in self.tasks:
             if not self.tasks and not self._nested and self.listener is not None:

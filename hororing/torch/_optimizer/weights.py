@@ -127,7 +127,7 @@ class Weights:
         self.cell[0] = self.weight
 
     def weigh(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
-        """Return what this pass adds to `param.grad`, and scale the latter; None: `grad` itself."""
+        """Scale `param.grad`, and return what this pass adds to it. None: `grad` itself."""
         if self._parts is None:
             return None
         self._scale(param)

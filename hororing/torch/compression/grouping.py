@@ -59,7 +59,7 @@ class Compressed(Grouping):
         _alive.discard(self)
 
     def choice(self, part: int) -> Method | None:
-        """Return how a part is compressed; None: not at all."""
+        """Return how a part is compressed, or None if it is not."""
         assert isinstance(self.method, Method)
         return self.method
 

@@ -34,11 +34,11 @@ class Hosts:
         self.several = len(leaders) > 1
 
     def inside(self) -> ProcessSet | None:
-        """Return the ranks of this host; None: only this one. Blocks until all of these call it."""
+        """Return the ranks of this host, None if alone. Block until all of these call it."""
         return _wait_for(self._inside)
 
     def leaders(self) -> ProcessSet | None:
-        """Like `inside`, for all hosts' leaders; None: one host, or this rank does not lead."""
+        """Like `inside`, for the leaders of all hosts. None on one host and for other ranks."""
         return _wait_for(self._leaders)
 
 

@@ -42,7 +42,7 @@ class Memory:
         self._scale = scale
 
     def change_of_scale(self, bucket: str) -> torch.Tensor | None:
-        """Return the factor for the errors of a bucket; None: they need none."""
+        """Return the factor for the errors of a bucket, or None if they need none."""
         if self._scale is None or self._first is None:
             return None
         before = self._scales.get(bucket, self._first)

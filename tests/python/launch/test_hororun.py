@@ -376,7 +376,7 @@ def test_a_job_whose_ranks_never_call_init_ends_with_a_line_that_says_so():
     [
         (["no-such-program"], 127, "there is no program 'no-such-program'"),
         ([__file__], 127, "is not executable: write python "),
-        ([], 2, "what shall the ranks run"),
+        ([], 2, "no program given"),
         (["--fusion-bytes", "much", SH], 2, "'much' is not understood: expected bytes"),
         (["--only-output-from", "2", SH], 2, "there is no rank 2 among 2"),
         (["-H", "a:1", SH], 2, "the hosts have 1 slots"),

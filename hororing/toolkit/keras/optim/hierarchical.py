@@ -256,7 +256,7 @@ class Hierarchical(Distributed):
         averaging.state["pending"] = {"due": flight.due, "changes": changes, "buffers": buffers}
 
     def _merge(self, weights: Sequence[Any], steps: int | None) -> None:
-        """Add what a delayed average changes, if that is due after `steps`; None: in any case."""
+        """Add what a delayed average changes, if it is due after `steps`, or at once for None."""
         flight = self._averaging.flight
         if flight is not None and (steps is None or flight.due <= steps):
             self._land()

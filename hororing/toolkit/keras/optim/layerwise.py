@@ -117,7 +117,7 @@ class Layerwise(keras.Optimizer):  # type: ignore[misc]  # Keras declares no typ
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Return an optimizer with these arguments; the seed of its rounding is that of then."""
+        """Return an optimizer with these arguments. It keeps the original rounding seed."""
         if config.get("rounding") is not None:
             config = {**config, "rounding": StochasticRounding.loaded(config["rounding"])}
         return super().from_config(config, custom_objects)

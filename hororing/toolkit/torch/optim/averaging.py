@@ -210,7 +210,7 @@ class Averaging(Distributed):
 
     @torch.no_grad()
     def _merge(self, steps: int | None) -> None:
-        """Add what a delayed average changes, if that is due after `steps`; None: in any case."""
+        """Add what a delayed average changes, if it is due after `steps`, or at once for None."""
         if self._flight is not None and (steps is None or self._flight.due <= steps):
             self._land()
         pending = self._clock.get("pending")
