@@ -5,9 +5,28 @@ from __future__ import annotations
 import textwrap
 
 from hororing.config import Config, horovod_variables
-from hororing.config.knobs import KNOBS, PREFIX
+from hororing.config.forms import BOOL, BYTES, PATH
+from hororing.config.knobs import KNOBS, PREFIX, Knob
 
 _UNITS = {"ms": " ms", "us": " us", "s": " s"}  # bytes say so themselves
+
+# How the limits of counts and seconds end that are there for the parser only.
+_ANY_NUMBER = ("from 0 to 2147483647", "from 0 to 1e+09")
+
+# Sections of the page, by the names of their knobs or how these begin; the rest comes last.
+_TOPICS = {
+    "Fusion and order": ("FUSION_BYTES", "CYCLE_TIME", "CACHE", "REPRODUCIBLE"),
+    "Networks, GPUs and MPI": (
+        "TRANSPORT", "INTERFACE", "BACKEND", "GPU", "NCCL", "CUDA", "MPI",
+    ),
+    "Checks, hangs and failures": (
+        "CHECK_", "GUARD", "VERIFY", "STALL_", "DEADLOCK", "TIMEOUT", "FLIGHT", "STACK_SIGNAL",
+    ),
+    "Elastic jobs": ("ELASTIC", "PEER_TIMEOUT", "RESET_LIMIT"),
+    "Timeline": ("TIMELINE",),
+    "Log": ("LOG_",),
+    "Processor": ("SPIN", "CPU", "KERNELS"),
+}  # fmt: skip
 
 
 def table(config: Config) -> str:
@@ -32,34 +51,32 @@ def markdown() -> str:
     lines = [
         "# Configuration",
         "",
-        "    $ python -m hororing config    # every setting, its value and where it comes from",
+        "    $ hororing config    # every setting, its value and where it comes from",
         "",
         "<!-- Generated: python -m hororing config --markdown > docs/configuration.md -->",
         "",
         *_wrapped(
             "Every setting is an environment variable. A value that is not understood and an "
             f"unknown `{PREFIX}*` variable raise an error at `init()`. An empty variable counts "
-            "as not set. If our variable is not set, Horovod's name is accepted. A variable "
+            "as not set. If our variable is not set, Horovod's name is accepted. Switches take 1, "
+            "true, yes, on, 0, false, no or off; sizes bytes, such as 67108864, 64MiB or 64MB; "
+            "times and counts any number from 0, unless the table says otherwise. A variable "
             "marked *all* must be the same on every rank, which `init()` checks. For one marked "
             "*rank 0*, only the value of rank 0 counts. `hororun` passes these variables to all "
-            "hosts; with mpirun, use `-x NAME`. [Launching](launching.md#without-a-launcher) has "
+            "hosts; with mpirun, use `-x NAME`. [Clusters](clusters.md#without-a-launcher) has "
             "the variables that give a process its rank."
         ),
         "",
     ]
-    for knob in KNOBS:
-        default = "unset"
-        if knob.default is not None:
-            default = f"`{knob.show(knob.default)}`{_UNITS.get(knob.unit, '')}"
-        marks = "" if knob.scope == "each" else f"; *{knob.scope}*"
-        lines += _wrapped(
-            f"* `{knob.variable}`: {knob.help}. Accepts {knob.form.accepted}. "
-            f"Default: {default}{marks}."
-        )
-    lines += ["", "## Horovod's names", "", "| Horovod's name | ours | note |", "|---|---|---|"]
+    for topic in [*_TOPICS, "More"]:
+        rows = [_row(knob) for knob in KNOBS if _topic(knob) == topic]
+        lines += [f"## {topic}", "", "| variable | meaning | default |", "|---|---|---|", *rows, ""]
+    lines += ["## Horovod's names", "", "| Horovod's name | ours | note |", "|---|---|---|"]
+    ours: dict[tuple[str, str], list[str]] = {}
     for knob in KNOBS:
         for alias in knob.aliases:
-            lines.append(f"| `{alias.name}` | `{knob.variable}` | {alias.note} |")
+            ours.setdefault((alias.name, alias.note), []).append(f"`{knob.variable}`")
+    lines += [f"| `{name}` | {', '.join(to)} | {note} |" for (name, note), to in ours.items()]
     lines += [
         "",
         *_wrapped(
@@ -92,6 +109,21 @@ def markdown() -> str:
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _topic(knob: Knob) -> str:
+    found = [topic for topic, names in _TOPICS.items() if knob.name.startswith(names)]
+    return found[0] if found else "More"
+
+
+def _row(knob: Knob) -> str:
+    default = "unset"
+    if knob.default is not None:
+        default = f"`{knob.show(knob.default)}`{_UNITS.get(knob.unit, '')}"
+    marks = "" if knob.scope == "each" else f"; *{knob.scope}*"
+    common = knob.form in (BOOL, BYTES, PATH) or knob.form.accepted.endswith(_ANY_NUMBER)
+    form = "" if common else f". Accepts {knob.form.accepted}"
+    return f"| `{knob.variable}` | {knob.help}{form} | {default}{marks} |"
 
 
 def _wrapped(text: str) -> list[str]:
