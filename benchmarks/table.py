@@ -227,8 +227,8 @@ def dtypes(report: Report) -> str:
     return markdown(heads, body)
 
 
-def circumstances(report: Report) -> str:
-    """Return the machine, the date, the peers, and how busy the machine was."""
+def circumstances(report: Report, *, runs: bool = True) -> str:
+    """Return the machine, the date, the peers, and how busy the machine was; earlier runs."""
     machine = report["machine"]
     peers = "; ".join(f"{name}: {version}" for name, version in report["peers"].items())
     told = [part["load_average_before"] for part in report["parts"] if "took_s" in part]
@@ -248,7 +248,8 @@ def circumstances(report: Report) -> str:
         commit = part.get("commit", machine["commit"])
         if commit != machine["commit"]:
             earlier.setdefault(commit, []).append(f"{part['part']} on {part['ranks']} ranks")
-    lines += [f"From earlier runs: commit {c}: {', '.join(p)}." for c, p in earlier.items()]
+    if runs:
+        lines += [f"From earlier runs: commit {c}: {', '.join(p)}." for c, p in earlier.items()]
     failed = [
         f"{part['part']} on {part['ranks']} ranks ({part['failed'].split(':')[0]})"
         for part in report["parts"]
@@ -333,7 +334,7 @@ def ddp_part(report: Report) -> str:
     return "\n\n".join(
         f"**{title}**\n\n{table}"
         for title, table in sections(report).items()
-        if title.startswith(DDP)
+        if title.startswith(DDP) and title.endswith(", 2 ranks")
     )
 
 
@@ -343,7 +344,7 @@ def page_part(report: Report) -> str:
     worlds = (", 2 ranks", " 2 hosts of 4 ranks")
     parts = [f"**{title}**\n\n{table}" for title, table in sections(report).items()
              if title.startswith(wanted) and title.endswith(worlds)]  # fmt: skip
-    return "\n\n".join([*parts, circumstances(report)])
+    return "\n\n".join([*parts, circumstances(report, runs=False)])
 
 
 # The functions that make the generated parts of pages.
