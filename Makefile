@@ -68,7 +68,7 @@ build: $(VENV)/.dev  ## build the core in place again
 programs: build
 	cmake --build $(CORE) --parallel $(JOBS)
 
-# The three tiers are described in docs/testing.md.
+# The three tiers are described in CONTRIBUTING.md.
 test: test-cpp tsan test-py  ## the tests that every change must pass
 
 test-all: test-cpp tsan asan programs  ## all tests: before a change of engine, transports or adapters is done

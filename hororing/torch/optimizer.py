@@ -65,7 +65,7 @@ def DistributedOptimizer(
         must create their optimizers in the same order.
     compression : how gradients are sent: Compression.none, .fp16, .bf16 or your own Compressor; or
         Compression.int8, .powersgd, .topk or .auto, which send the rest in later steps
-        (docs/gradients.md); with op=Average or Sum.
+        (docs/compression.md); with op=Average or Sum.
     backward_passes_per_step : the number of backward passes, of which the last one reduces.
         Gradients add up over passes and are averaged over ranks.
     op : Average, Sum, Min, Max or Product; or Adasum, see below. Another backward pass before

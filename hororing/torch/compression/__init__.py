@@ -1,7 +1,7 @@
 """Compressors: casts to 16 bits, and methods with error feedback.
 
 `Compression.none`, `.fp16` and `.bf16` have no state and work wherever `compression=` is taken. The
-others are for `DistributedOptimizer`; see docs/gradients.md, and ADR 58 for their design.
+others are for `DistributedOptimizer`; see docs/compression.md, and ADR 58 for their design.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Python blocks of the pages run as the next lines of a script, on two or four ranks.
 
-Full tier: 20 s for PyTorch, 40 s for Keras and TensorFlow. The cookbook has test_cookbook.py.
+Full tier: 20 s for PyTorch, 40 s for Keras and TensorFlow. The recipes of PyTorch have test_recipes.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ ROOT = Path(__file__).parents[3]
 
 # Blocks that do not run here, by their page, or by words in them.
 NOT_HERE = {
-    "cookbook.md": "test_cookbook.py runs it",
     "migrating.md": "it changes what `import horovod` means; test_as_horovod.py",
     "RayExecutor(": "test_ray.py, where Ray is installed",
     "TorchTrainer(": "test_ray.py, where Ray is installed",
@@ -48,6 +47,9 @@ def blocks(framework: str) -> list[tuple[str, str]]:
     found = []
     for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
         text = page.read_text("utf-8")
+        if page.name == "pytorch.md":  # test_recipes.py runs the recipes
+            before, recipes, after = re.split(r"^## (?:Recipes|Collectives)$", text, flags=re.M)
+            text = before + "\n" * (recipes.count("\n")) + after
         for match in re.finditer(r"^```python\n(.*?)^```$", text, re.S | re.M):
             code = match[1]
             if any(each == page.name or each in code for each in NOT_HERE):

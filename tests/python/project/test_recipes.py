@@ -1,4 +1,4 @@
-"""The recipes of docs/cookbook.md run unchanged, and leave the same weights on all ranks.
+"""The recipes of docs/pytorch.md run unchanged, and leave the same weights on all ranks.
 
 Push tier: 2 s in the session of torch.
 """
@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import session
 
-PAGE = Path(__file__).parents[3] / "docs/cookbook.md"
+PAGE = Path(__file__).parents[3] / "docs/pytorch.md"
 CODE = r"^```python\n(.*?)^```$"
 
 
 def recipes() -> dict[str, str]:
     """Return the code of each recipe, by the name of its case."""
-    sections = re.split(r"^## (.*)$", PAGE.read_text("utf-8"), flags=re.MULTILINE)
+    page = PAGE.read_text("utf-8").partition("\n## Recipes\n")[2].partition("\n## ")[0]
+    sections = re.split(r"^### (.*)$", page, flags=re.MULTILINE)
     begin = "".join(re.findall(CODE, sections[0], re.S | re.M))
     return {
         re.sub(r"\W+", "_", title.lower()): begin + code

@@ -1,4 +1,4 @@
-"""Which tests run when (docs/testing.md).
+"""Which tests run when (CONTRIBUTING.md).
 
 `make test` runs the push tier, and `make test-all` (pytest --full) runs all tests. A test is in the
 push tier unless it is marked `full`.
