@@ -1,6 +1,6 @@
 """The recipes of the images: their RUN steps, which run here, and compose.yaml.
 
-The tests have no image registry, so they build no image; docs/clusters.md says which images have been
+The tests have no image registry, so they build no image; docs/clusters.md says which images were
 built, and how.
 """
 

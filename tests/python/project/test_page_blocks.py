@@ -1,6 +1,6 @@
 """The Python blocks of the pages run as the next lines of a script, on two or four ranks.
 
-Full tier: 20 s for PyTorch, 40 s for Keras and TensorFlow. The recipes of PyTorch have test_recipes.py.
+Full tier: 20 s for PyTorch, 40 s for Keras and TensorFlow. test_recipes.py runs the recipes of PyTorch.
 """
 
 from __future__ import annotations
