@@ -1,6 +1,6 @@
 """The Python blocks of the pages run as the next lines of a script, on two or four ranks.
 
-Full tier: 20 s for PyTorch, 40 s for Keras and TensorFlow. test_recipes.py runs the recipes of PyTorch.
+Full tier: 20 s for PyTorch, 40 s for Keras and TensorFlow. PyTorch's recipes: test_recipes.py.
 """
 
 from __future__ import annotations
