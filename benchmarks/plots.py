@@ -113,12 +113,38 @@ def rates(bench: Report, path: Path) -> None:
     plt.close(figure)
 
 
+def steps(bench: Report, path: Path) -> None:
+    """Plot a training step on 2 ranks, relative to the same step without communication."""
+    cases = {"200 layers": "200 small layers", "convolutional": "convolutional network",
+             "1,000 tiny layers": "1,000 tiny layers"}  # fmt: skip
+    who = {"hororing": "hororing", "DDP": "DDP over gloo", "Horovod": "Horovod 0.28"}
+    found = {(row["case"], row["who"]): row["median_us"]
+             for part in ("step", "hooks") for row in rows(bench, part, 2)
+             if row["who"] == "plain" or row["who"] in who}  # fmt: skip
+    figure, axes = plt.subplots(figsize=(8, 3.4))
+    for number, (each, label) in enumerate(who.items()):
+        times = [found[case, each] / found[case, "plain"] for case in cases]
+        places = [place + 0.27 * (number - 1) for place in range(len(cases))]
+        drawn = axes.bar(places, times, 0.25, label=label, color=("black", "C0", "C1")[number])
+        axes.bar_label(drawn, fmt="%.2f", fontsize=8)
+    axes.axhline(1, color="grey", linestyle=":")
+    axes.set_xticks(range(len(cases)), cases.values())
+    axes.set_ylabel("time of a training step\n(without communication = 1)")
+    axes.set_title("PyTorch on 2 ranks of one host; lower is better", fontsize=10)
+    axes.margins(y=0.12)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", default=str(RESULTS))
     path = Path(parser.parse_args().file)
     bench = json.loads(path.read_text())
     bus_bandwidth(bench, 2, path.with_name(f"{path.stem}-sums-2.png"))
+    steps(bench, path.with_name("steps.png"))
     rates(bench, path.with_name("training-rates.png"))
     simulated = path.with_name("simulate.json")
     if simulated.exists():
