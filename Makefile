@@ -3,6 +3,7 @@
 #
 #   PYTHON=python3.12 make test    another interpreter
 #   MPICC=/opt/mpi/bin/mpicc make  another MPI than the one in PATH or from pip
+#   TORCH_INDEX=URL make demo      where pip finds builds of torch for CPUs only
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -150,11 +151,12 @@ bench-horovod: build  ## Horovod, built from its sdist into build/horovod
 	$(BIN)/python tools/build_horovod.py $(HOROVOD) $(JOBS)
 
 # The viewer's picture needs Chromium, and npm the first time (tests/python/support/timeline_viewer.py).
-pictures: build  ## all pictures of the pages, drawn again from committed results
+pictures: build  ## all pictures of the pages, from committed results and a recorded terminal
 	python benchmarks/plots.py
 	python benchmarks/stragglers.py show
 	python benchmarks/digits.py show
 	python benchmarks/timeline_plot.py
+	python tools/recording.py
 
 kernels: $(VENV)/.dev  ## csrc/gpu/kernels.inc from kernels.cu, with nvcc: NVCC=/usr/local/cuda/bin/nvcc
 	python tools/kernels.py $(NVCC)
@@ -182,8 +184,14 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; assert (3, 10) <= sys.version_info, "Python 3.10 or later"'
 	$(PYTHON) -m venv $(VENV)
 
+# Without a GPU the CPU build, if pip knows an index or a folder that has it.
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install torch==2.13.0
+	@{ test ! -e /dev/nvidiactl && echo "no GPU: looking for the CPU build of torch, 0.2 GB" && \
+	  $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	    torch==2.13.0+cpu 2>/dev/null; } || { \
+	  echo "fetching torch with CUDA's libraries, 3 GB (without a GPU, 0.2 GB are enough:" \
+	    "make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu)"; \
+	  $(BIN)/python -m pip install torch==2.13.0; }
 	$(BIN)/python -m pip install --editable '.[torch,examples]'
 	touch $@
 
