@@ -62,11 +62,11 @@ def network() -> nn.Module:
     )  # fmt: skip
 
 
-def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
+def accuracy(model: nn.Module, dataset: TensorDataset, device: torch.device) -> float:
     """Fraction of correctly classified images; each rank tests its share."""
     images, labels = dataset[hvd.rank() :: hvd.size()]  # hvd
     with torch.no_grad():
-        correct = (model(images).argmax(dim=1) == labels).sum()
+        correct = (model(images.to(device)).argmax(dim=1).cpu() == labels).sum()
     correct = hvd.allreduce(correct, name="correct", op=hvd.Sum)  # hvd
     return correct.item() / len(dataset)
 
@@ -74,6 +74,10 @@ def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
 def main() -> None:
     args = arguments()
     hvd.init()  # hvd
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= hvd.local_size():  # hvd: a GPU for each rank
+        torch.cuda.set_device(hvd.local_rank())  # hvd
+        device = torch.device("cuda")
     torch.set_num_threads(1)  # enough for such small images
     torch.manual_seed(args.seed)
     torch.set_default_dtype(torch.float64 if args.float64 else torch.float32)
@@ -81,7 +85,7 @@ def main() -> None:
     sampler = DistributedSampler(train, hvd.size(), hvd.rank(), seed=args.seed)  # hvd
     steps_per_epoch = len(sampler) // args.batch_size
 
-    model = network()
+    model = network().to(device)
     batch = args.batch_size * hvd.size()  # hvd
     growth = batch / REFERENCE_BATCH
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr * growth, weight_decay=0.05)
@@ -110,7 +114,7 @@ def main() -> None:
             if len(losses) == todo:
                 break
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(images), labels)
+            loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
             loss.backward()
             optimizer.step()
             scheduler.step()
@@ -119,7 +123,7 @@ def main() -> None:
             progress.update()
     progress.close()
 
-    result = accuracy(model, test)
+    result = accuracy(model, test, device)
     if hvd.rank() == 0:  # hvd
         if args.loss_log:
             with open(args.loss_log, "w") as file:
