@@ -60,10 +60,11 @@ class AllreducePipeline final : public HostPipeline {
       }
     }
     if (owns_ && summed_ < packed_ && (exchange_ == nullptr || exchange_->CanBegin()) &&
-        PeersReached(size_, &SlotProgress::packed, summed_ + 1)) {
+        PeersReached(&SlotProgress::packed, summed_ + 1)) {
       Reduce();
     } else if (consumed_ < (owns_ ? reduced_ : packed_) &&
-               PeersReached(plan_.owners, &SlotProgress::reduced, consumed_ + 1)) {
+               PeersReached([this](int peer) { return peer < plan_.owners; },
+                            &SlotProgress::reduced, consumed_ + 1)) {
       Unpack();
     } else if (packed_ < end_ && packed_ < consumed_ + depth_ && BlockIsFree(packed_)) {
       // Also depends on this rank itself: its slot receives the sums of the previous block, too.
@@ -78,7 +79,7 @@ class AllreducePipeline final : public HostPipeline {
   // Whether the oldest unfinished block waits for `peer`.
   bool Lags(int peer) const override {
     if (consumed_ == packed_) return !BlockIsFree(peer, packed_);
-    if (!PeersReached(size_, &SlotProgress::packed, consumed_ + 1)) {
+    if (!PeersReached(&SlotProgress::packed, consumed_ + 1)) {
       return !Reached(peer, &SlotProgress::packed, consumed_ + 1);
     }
     return peer < plan_.owners && !Reached(peer, &SlotProgress::reduced, consumed_ + 1);

@@ -63,15 +63,6 @@ Status ChannelPipeline::TakeArrivals(bool* moved) {
   return Status::Ok();
 }
 
-bool ChannelPipeline::CanUnpack() const {
-  if (consumed_ == arrived_) return false;
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_ || !plan_.owns[static_cast<size_t>(peer)]) continue;
-    if (!Reached(peer, &SlotProgress::packed, consumed_ + 1)) return false;
-  }
-  return true;
-}
-
 void ChannelPipeline::Begin() {
   StageSpan span(trace_, Stage::kPack, batch_);
   size_t packed = 0;

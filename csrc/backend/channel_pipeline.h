@@ -75,7 +75,11 @@ class ChannelPipeline final : public HostPipeline {
     return begun_ < end_ && begun_ < consumed_ + depth_ &&
            begun_ < sends_.FirstOpen(end_) + depth_ && BlockIsFree(begun_);
   }
-  bool CanUnpack() const;
+  bool CanUnpack() const {
+    return consumed_ < arrived_ &&
+           PeersReached([this](int peer) { return plan_.owns[static_cast<size_t>(peer)]; },
+                        &SlotProgress::packed, consumed_ + 1);
+  }
   void Begin();
   void Unpack();
   std::byte* Place(size_t channel, uint64_t number) const {

@@ -1,5 +1,6 @@
 #include "backend/host_pipeline.h"
 
+#include <numeric>
 #include <utility>
 
 #include "backend/common.h"
@@ -15,6 +16,20 @@ constexpr TimeNs kWireCheckInterval = 50 * kMicrosecond;
 constexpr TimeNs kLongestSleep = 5 * kMillisecond;
 // MPI rings no doorbell.
 constexpr TimeNs kLongestWireSleep = 100 * kMicrosecond;
+
+namespace {
+
+// Whether the counter of the rank at `slot` has reached `value`. If not, notes it in this rank's
+// own. All sequentially consistent, here and in Publish: either this rank sees the new value, or
+// the other one sees the note and rings.
+bool HasReached(const SlotCounter& theirs, uint64_t value, int slot, SlotCounter* own) {
+  if (theirs.reached.load() >= value) return true;
+  if (own->awaits.load(std::memory_order_relaxed) == slot) return false;
+  own->awaits.store(slot);
+  return theirs.reached.load() >= value;
+}
+
+}  // namespace
 
 HostGroup::HostGroup(const Topology& topology, Members all) : members(std::move(all)) {
   std::vector<int> numbers(topology.hosts.size(), -1);  // of the job's hosts among the set's
@@ -41,6 +56,12 @@ HostGroup::HostGroup(const Topology& topology, Members all) : members(std::move(
   for (const int at : group_ranks_on[static_cast<size_t>(host)]) {
     slots.push_back(local_ranks[static_cast<size_t>(members.ranks[static_cast<size_t>(at)])]);
   }
+  // Steps of a golden section. Ranks on shared cores arrive in about the order of their numbers,
+  // up or down; so a rank waits for about log n of them, one after another, and not for each.
+  const int size = local_size();
+  int step = std::max(1, size * 618 / 1000);
+  while (std::gcd(step, size) != 1) ++step;
+  for (int i = 1; i < size; ++i) others.push_back((local + i * step) % size);
 }
 
 SlotGeometry SlotGeometry::OneHost(size_t slot_bytes) {
@@ -88,12 +109,13 @@ Status HostPipeline::Run() {
 // this rank, which has done its part.
 Status HostPipeline::WaitForReaders() {
   const ShmTransport::SlotReaders& readers = local_.slot_readers();
+  SlotCounter& own = segment_.rank_state(local_.rank()).progress[readers.set].consumed;
   const auto lagging = [&] {
     std::vector<int> ranks;
     for (size_t i = 0; i < readers.slots.size(); ++i) {
-      const SlotProgress& reader = segment_.rank_state(readers.slots[i]).progress[readers.set];
-      if (reader.consumed.load(std::memory_order_acquire) >= readers.end) continue;
-      ranks.push_back(readers.ranks[i]);
+      const int slot = readers.slots[i];
+      const SlotCounter& reader = segment_.rank_state(slot).progress[readers.set].consumed;
+      if (!HasReached(reader, readers.end, slot, &own)) ranks.push_back(readers.ranks[i]);
     }
     return ranks;
   };
@@ -122,17 +144,18 @@ Status HostPipeline::RunUntil(Ready ready, Peers lagging) {
   }
 }
 
-bool HostPipeline::PeersReached(int count, Counter counter, uint64_t value) const {
-  for (int peer = 0; peer < count; ++peer) {
-    if (peer != rank_ && !Reached(peer, counter, value)) return false;
-  }
-  return true;
+bool HostPipeline::ReachedOrAwaited(int peer, Counter counter, uint64_t value) const {
+  return HasReached(Progress(peer).*counter, value, group_.slots[static_cast<size_t>(peer)],
+                    &(Progress(rank_).*counter));
 }
 
 void HostPipeline::Publish(Counter counter, uint64_t value) {
   local_.to_slot().Fence();
-  (Progress(rank_).*counter).store(value, std::memory_order_release);
-  local_.RingWorkers(group_.slots);
+  (Progress(rank_).*counter).reached.store(value);
+  for (const int peer : group_.others) {
+    if ((Progress(peer).*counter).awaits.load() != local_.rank()) continue;
+    local_.RingWorker(group_.slots[static_cast<size_t>(peer)]);
+  }
 }
 
 // The ranks that this one waits for.

@@ -16,6 +16,8 @@
 //   4. All pipelines of a set divide slots alike (SlotGeometry). After every collective, `packed`
 //      and `consumed` of all ranks equal the number of the next block.
 //   5. Messages between two ranks within a batch have one order, independent of arrival.
+//   6. A rank that cannot proceed waits for one peer per counter, notes which (SlotCounter::awaits),
+//      and is rung by that one only. All ranks ringing all would cost n^2 thread switches a stage.
 #pragma once
 
 #include <algorithm>
@@ -62,6 +64,8 @@ struct HostGroup {
   std::vector<int> local_of;                     // by group rank: the rank on its host
   std::vector<std::vector<int>> group_ranks_on;  // per host, ascending
   std::vector<int> slots;  // of this host's members: their ranks in its segment
+  // The other members of the host, in the order in which this one looks for a rank to wait for.
+  std::vector<int> others;
   int group_rank = 0;      // of this rank, in the set
   int host = 0;
   int local = 0;  // its rank among the members of its host
@@ -108,7 +112,7 @@ class HostPipeline {
   Status Run();
 
  protected:
-  using Counter = std::atomic<uint64_t> SlotProgress::*;
+  using Counter = SlotCounter SlotProgress::*;
 
   virtual bool Finished() const = 0;
   // Runs the stages that can proceed now. False if there are none; true if one fails.
@@ -119,10 +123,21 @@ class HostPipeline {
   virtual bool Lags(int peer) const = 0;
 
   bool Reached(int peer, Counter counter, uint64_t value) const {
-    return (Progress(peer).*counter).load(std::memory_order_acquire) >= value;
+    return (Progress(peer).*counter).reached.load() >= value;
   }
-  // True if `counter` has reached `value` on the first `count` ranks of the host, except this one.
-  bool PeersReached(int count, Counter counter, uint64_t value) const;
+  // The same, but if not, notes that this rank waits for `peer`, whose next Publish then rings it.
+  bool ReachedOrAwaited(int peer, Counter counter, uint64_t value) const;
+  // True if `counter` has reached `value` on the other ranks of the host for which counts(peer).
+  template <typename Counts>
+  bool PeersReached(Counts counts, Counter counter, uint64_t value) const {
+    for (const int peer : group_.others) {
+      if (counts(peer) && !ReachedOrAwaited(peer, counter, value)) return false;
+    }
+    return true;
+  }
+  bool PeersReached(Counter counter, uint64_t value) const {
+    return PeersReached([](int) { return true; }, counter, value);
+  }
   void Publish(Counter counter, uint64_t value);
   // True if `peer`, or all ranks of the host, have read the previous contents at the place of block
   // `number`.
@@ -132,7 +147,7 @@ class HostPipeline {
   }
   bool BlockIsFree(uint64_t number) const {
     return number < set_begin_ + depth_ ||
-           PeersReached(size_, &SlotProgress::consumed, number + 1 - depth_);
+           PeersReached(&SlotProgress::consumed, number + 1 - depth_);
   }
   // The range of block `number` in `total`, which is cut into pieces.
   Range PieceOf(size_t total, size_t piece, uint64_t number) const {

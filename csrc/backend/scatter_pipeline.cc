@@ -61,7 +61,7 @@ bool ScatterPipeline::Advance(Status* status) {
   if (status->ok()) *status = sends_.TakeDone(&moved);
   if (!status->ok()) return true;
   // First the sums that others wait for.
-  if (summed_ < begun_ && PeersReached(size_, &SlotProgress::packed, summed_ + 1)) {
+  if (summed_ < begun_ && PeersReached(&SlotProgress::packed, summed_ + 1)) {
     Sum();
   } else if (CanBegin()) {
     Begin();

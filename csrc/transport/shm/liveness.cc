@@ -26,10 +26,7 @@ ShmTransport::ShmTransport(std::shared_ptr<ShmSegment> segment, int rank, TimeNs
   self_.attached = kAttached;
 }
 
-ShmTransport::~ShmTransport() {
-  self_.attached = kDetached;
-  SoundAlarm();
-}
+ShmTransport::~ShmTransport() { self_.attached = kDetached; }
 
 void ShmTransport::SoundAlarm() {
   for (int peer = 0; peer < size_; ++peer) {
@@ -55,6 +52,19 @@ bool ShmTransport::PeerProcessIsGone(int peer) const {
   return state.attached.load() != kDetached;
 }
 
+// Looks at a few processes, at others each time. All ranks of the host do, and begin at different
+// ones, so every process is looked at often, and a check costs the same on a host of any size.
+void ShmTransport::LookForDeadPeers() {
+  for (int left = std::min(kLooksPerCheck, size_ - 1); left > 0; --left) {
+    looked_at_ = (looked_at_ + 1) % size_;
+    if (looked_at_ == rank_) looked_at_ = (looked_at_ + 1) % size_;
+    RankState& state = segment_->rank_state(looked_at_);
+    if (state.gone.load() != 0 || !PeerProcessIsGone(looked_at_)) continue;
+    state.gone.store(1);
+    SoundAlarm();
+  }
+}
+
 bool ShmTransport::PeerHasStopped(int peer) const {
   const RankState& state = segment_->rank_state(peer);
   return state.attached.load() == kDetached || state.failed.load() != 0 || PeerProcessIsGone(peer);
@@ -78,9 +88,10 @@ Status ShmTransport::CheckPeers(const std::vector<int>& lagging) {
     return Status::Ok();
   };
   HORORING_RETURN_IF_ERROR(announced(true));
+  LookForDeadPeers();
   for (int peer = 0; peer < size_; ++peer) {
     const RankState& state = segment_->rank_state(peer);
-    if (peer == rank_ || !PeerProcessIsGone(peer)) continue;
+    if (peer == rank_ || state.gone.load() == 0) continue;
     // It may have announced its failure and ended since the first check.
     HORORING_RETURN_IF_ERROR(announced(true));
     if (state.failed.load() != 0) continue;

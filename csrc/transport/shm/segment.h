@@ -27,12 +27,19 @@
 
 namespace hororing {
 
-// The progress of one rank with the blocks of one process set (backend/host_pipeline.h). Written by
-// that rank only.
+// The number of blocks that have passed one stage on one rank, in one process set. Written by that
+// rank only.
+struct alignas(kCacheLine) SlotCounter {
+  std::atomic<uint64_t> reached{0};
+  // The rank of this host for whose counter this rank waits; -1: none yet.
+  std::atomic<int32_t> awaits{-1};
+};
+
+// The progress of one rank with the blocks of one process set (backend/host_pipeline.h).
 struct SlotProgress {
-  alignas(kCacheLine) std::atomic<uint64_t> packed{0};    // its block lies in its slot
-  alignas(kCacheLine) std::atomic<uint64_t> reduced{0};   // its slice of the block is reduced
-  alignas(kCacheLine) std::atomic<uint64_t> consumed{0};  // it has read all slices of the block
+  SlotCounter packed;    // its block lies in its slot
+  SlotCounter reduced;   // its slice of the block is reduced
+  SlotCounter consumed;  // it has read all slices of the block
 };
 constexpr int kSlotSets = 16;  // the world and 15 more at a time; other sets use pipes
 
@@ -44,8 +51,10 @@ struct alignas(kCacheLine) RankState {
   // runs its loop. They tell wakers which threads to wake, and save the system call if there are
   // none.
   std::atomic<uint32_t> sleepers{0};
-  // Set by a peer that has failed or left, before it rings: check all peers now.
+  // Set by a peer that has failed or found a dead one, before it rings: check all peers now.
   std::atomic<uint32_t> alarm{0};
+  // Set by a peer that has found the process of this rank dead, and the rank attached.
+  std::atomic<uint32_t> gone{0};
   // The rest of the line is written by this rank only.
   std::atomic<int32_t> pid{0};
   std::atomic<int64_t> start_time{0};  // of the process, in clock ticks: guards against pid reuse

@@ -120,12 +120,6 @@ void ShmTransport::Ring(int peer, bool parked_too) {
   syscall(SYS_futex, &state.doorbell, FUTEX_WAKE_BITSET | scope, INT_MAX, nullptr, nullptr, whom);
 }
 
-void ShmTransport::RingWorkers(const std::vector<int>& ranks) {
-  for (const int peer : ranks) {
-    if (peer != rank_) Ring(peer, /*parked_too=*/false);
-  }
-}
-
 // Whether to check the peers: at intervals, and at once if one of them has sounded the alarm.
 bool ShmTransport::CheckIsDue(TimeNs now, TimeNs interval, TimeNs* check_ns) {
   const bool alarm = self_.alarm.load() != 0 && self_.alarm.exchange(0) != 0;

@@ -57,9 +57,9 @@ class ShmTransport final : public Transport, private Eventcount {
 
   // For backend/host_pipeline.h, which shares the segment and this rank's doorbell.
   ShmSegment& segment() { return *segment_; }
-  // Rings the doorbells of the other ranks of a batch, with a system call only for those that
-  // sleep. A parked loop thread has no batch under way and is not woken.
-  void RingWorkers(const std::vector<int>& ranks);
+  // Rings the doorbell of another rank of a batch, with a system call only if it sleeps. A parked
+  // loop thread has no batch under way and is not woken.
+  void RingWorker(int peer) { Ring(peer, /*parked_too=*/false); }
   // For a worker that also waits for other things: the `Bell` of Backoff (transport/polling.h).
   uint32_t Epoch() const override { return self_.doorbell.load(); }
   void SleepUnless(uint32_t seen, TimeNs span_ns);
@@ -112,6 +112,8 @@ class ShmTransport final : public Transport, private Eventcount {
  private:
   // How often a waiting rank checks whether its peers are alive.
   static constexpr TimeNs kCheckInterval = 50 * kMillisecond;
+  // The number of processes that a check looks at. Each costs about 10 us.
+  static constexpr int kLooksPerCheck = 4;
   // RankState::sleepers. kWorker: the thread that runs the loop; kParked: the loop thread while a
   // caller runs it. They are also the futex bits by which each is woken.
   static constexpr uint32_t kWorker = 1, kParked = 2, kCallerProgress = 4;
@@ -143,6 +145,7 @@ class ShmTransport final : public Transport, private Eventcount {
   void SleepOnDoorbell(uint32_t epoch, TimeNs deadline, uint32_t sleeper);
   Status CheckPeers(const std::vector<int>& lagging);
   bool PeerProcessIsGone(int peer) const;
+  void LookForDeadPeers();
   bool PeerHasStopped(int peer) const;
   void SoundAlarm();
 
@@ -161,6 +164,7 @@ class ShmTransport final : public Transport, private Eventcount {
   uint32_t last_sleep_epoch_ = 0;  // the doorbell after the last Sleep: shows a later Wake
   Status broken_;                  // first data-plane error
   SlotReaders slot_readers_;
+  int looked_at_ = rank_;  // the latest peer whose process a check has looked at
   SharedWriter to_slot_, to_pipes_;  // they have different readers, so each learns
 };
 
