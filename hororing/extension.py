@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from hororing._adapters.optimizer_options import Reduction, check_reduction, checked_passes
 from hororing._engine.membership import is_elastic
+from hororing._engine.recorder import show
 from hororing._engine.state import host_names
 from hororing._engine.timeline import enabled as timeline_is_on
 from hororing._engine.timeline import path as timeline_path
@@ -37,6 +38,7 @@ __all__ = [
     "host_names",
     "is_elastic",
     "obtain",
+    "show",
     "timeline_is_on",
     "timeline_path",
 ]

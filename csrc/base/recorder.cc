@@ -15,6 +15,7 @@ namespace hororing {
 namespace {
 
 constexpr size_t kEvents = 1024, kName = 49, kMaxText = 3500;
+constexpr size_t kTotals = static_cast<size_t>(Total::kEnd);
 
 // hororing/_engine/recorder.py reads this layout.
 struct Entry {
@@ -29,12 +30,15 @@ struct File {
   char of_python[1024];
   std::atomic<uint64_t> events;
   std::atomic<uint32_t> stacks;  // how often the main thread has written its stack
-  char unused[1012];
+  std::atomic<int64_t> totals[kTotals];
+  char more_of_python[1008 - sizeof(totals)];
   Entry ring[kEvents];
 };
 static_assert(sizeof(Entry) == 64 && sizeof(File) == 2048 + kEvents * 64);
 
 std::atomic<File*> opened{nullptr};
+std::atomic<int64_t> totals_of_nobody[kTotals];  // before it is opened
+std::atomic<std::atomic<int64_t>*> totals{totals_of_nobody};
 // Written before `opened`, constant afterwards.
 int file = -1, signal_number = 0;
 struct sigaction writes_stack;
@@ -88,6 +92,7 @@ Status OpenRecorder(int to, int stack_signal) {
   }
   file = to;
   opened = static_cast<File*>(mapped);
+  totals = opened.load()->totals;
   struct sigaction ours;
   if (stack_signal == 0 || sigaction(stack_signal, nullptr, &writes_stack) != 0) return {};
   ours = writes_stack;
@@ -110,6 +115,16 @@ void Record(Event event, TimeNs now, Collective collective, int32_t process_set,
   const size_t kept = std::min(name.size(), kName);
   std::memcpy(entry.name, name.data() + name.size() - kept, kept);
   entry.time_ns.store(now, std::memory_order_release);
+}
+
+void Add(Total total, int64_t amount) {
+  totals.load(std::memory_order_relaxed)[static_cast<size_t>(total)].fetch_add(
+      amount, std::memory_order_relaxed);
+}
+
+void Set(Total total, int64_t value) {
+  totals.load(std::memory_order_relaxed)[static_cast<size_t>(total)].store(
+      value, std::memory_order_relaxed);
 }
 
 std::string DescribeActivity(TimeNs patience) {

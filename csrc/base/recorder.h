@@ -5,6 +5,7 @@
 // One per process, like the queue of the log. Thread-safe, without locks.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -18,6 +19,24 @@ namespace hororing {
 // These numbers are used in the file. kSubmitted is written when the loop reports the request,
 // which is at most a few CYCLE_TIME_MS after the caller submitted it.
 enum class Event : uint8_t { kSubmitted = 1, kAgreed = 2, kDone = 3, kFailed = 4 };
+
+// Totals of this process in all its engines, which the file also holds, by these numbers. Times in
+// ns. hororing/_engine/recorder.py names them.
+enum class Total : size_t {
+  kSteps,        // a step ends when a reduction is reported that has been reported in it
+  kStepBeganAt,  // not a total: when the last one ended
+  kRequests,     // reported
+  kBatches,
+  kTensors,       // in batches
+  kWaitedNs,      // something was reported, nothing ran, and other ranks had not reported it yet
+  kBatchNs,       // running batches
+  kBatchBeganAt,  // not a total: 0 while none runs
+  kBlockedNs,     // threads of the script waited for results
+  kBytes,         // of this rank's inputs in batches, by AlgorithmUsed: six numbers
+  kEnd = kBytes + 6
+};
+void Add(Total total, int64_t amount);
+void Set(Total total, int64_t value);
 
 // Called once. `stack_signal`: the signal whose handler makes the main thread write its Python
 // stack into the file, after the events; 0: none.

@@ -57,7 +57,11 @@ Status Applier::Apply(const Agreement& agreement) {
 // Runs what has been agreed on so far.
 Status Applier::Run() {
   if (work_.empty()) return Status::Ok();
+  const TimeNs now = NowNs();
+  Add(Total::kWaitedNs, std::max<TimeNs>(now - std::max(reported_ns_, ran_ns_), 0));
   const Status status = runner_.Run(work_);
+  reported_ns_ = kForever;
+  ran_ns_ = NowNs();
   work_.clear();
   return status;
 }
@@ -74,6 +78,7 @@ Status Applier::Carry(const Decision& decision, uint64_t id, TimeNs now) {
   // A barrier changes nothing: ranks outside its process set must compute the same batches.
   if (!agreed->entry->views.empty() || request.kind == Collective::kBarrier) {
     work_.push_back(*agreed);
+    reported_ns_ = std::min(reported_ns_, agreed->entry->reported_ns);
     return Status::Ok();
   }
   HORORING_RETURN_IF_ERROR(Run());

@@ -69,6 +69,8 @@ class Applier {
   std::vector<Work> work_;  // agreed on, and not run yet
   std::vector<std::unique_ptr<TensorEntry>> neutral_entries_;
   std::deque<std::vector<int64_t>> alltoall_rows_;
+  TimeNs reported_ns_ = kForever;  // the earliest report of the requests of `work_`
+  TimeNs ran_ns_ = 0;              // when batches last ended
   uint64_t applied_ = 0;
   uint64_t sets_added_ = 0;  // equal on all ranks
   bool end_agreed_ = false, rank_left_ = false;

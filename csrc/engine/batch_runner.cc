@@ -267,9 +267,15 @@ Status BatchRunner::RunBatch(Communicator& communicator, int64_t bytes) {
       communicator.backends.begin(), communicator.backends.end(), [&](const auto& each) {
         return each->on_device() == batch.on_device && each->Supports(batch);
       });
+  Set(Total::kBatchBeganAt, begin);
   const Status status =
       (*backend)->Run(batch, After(begin, shared_.config.timeout_ns), shared_.trace);
   const TimeNs end = NowNs();
+  Set(Total::kBatchBeganAt, 0);
+  Add(Total::kBatches, 1);
+  Add(Total::kTensors, static_cast<int64_t>(batch.entries.size()));
+  Add(Total::kBatchNs, end - begin);
+  Add(BytesBy((*backend)->algorithm_used()), bytes);
   if (shared_.trace.enabled()) {
     shared_.trace.Add(
         {UpperName(batch.kind), NamesOf(batch), Track::kLoop, false, begin, end, bytes});

@@ -75,6 +75,7 @@ class Loop {
   void Send(const Agreement& agreement);
   // loop.cc
   void FollowSteps(const Request& request);
+  void CountStep(TimeNs now, RequestRecord* known);
   void RunPeriodicChecks(TimeNs now);
   void ExitIfOrphaned();
   void CheckForReply(TimeNs now);
@@ -97,6 +98,7 @@ class Loop {
   const std::vector<int> group_;
   std::optional<Coordinator> coordinator_;   // on rank 0
   std::optional<HostReports> host_reports_;  // on the first rank of every other host
+  int64_t steps_ = 0;
   // On rank 0, if the timeline covers some steps only: the current step, from 1, and its names.
   int64_t step_ = 0;
   std::unordered_set<std::string> names_;

@@ -77,7 +77,9 @@ bool Loop::ReportSubmitted() {
     const uint64_t id = entry->cache_id;
     if (coordinator_ && shared_.config.timeline_to > 0) FollowSteps(entry->request);
     if (id != 0) {
-      shared_.tensors.FindRecord(id)->reported = entry;
+      RequestRecord* const known = shared_.tensors.FindRecord(id);
+      known->reported = entry;
+      if (IsReduction(entry->request.kind)) CountStep(now, known);
       if (const std::optional<double>& weight = entry->request.weight) {
         report.weights.resize(report.cached.size());
         report.weights.push_back(*weight);
@@ -87,6 +89,7 @@ bool Loop::ReportSubmitted() {
       report.fresh.push_back(entry->request);
     }
   }
+  Add(Total::kRequests, static_cast<int64_t>(report.cached.size() + report.fresh.size()));
   shared_.stats.cache_hits += static_cast<int64_t>(report.cached.size());
   shared_.stats.cache_misses += static_cast<int64_t>(report.fresh.size());
   if (mailbox_.stopping() && !left_) {
@@ -101,6 +104,15 @@ bool Loop::ReportSubmitted() {
     pace_.OnReportSent(now);
   }
   return true;
+}
+
+void Loop::CountStep(TimeNs now, RequestRecord* known) {
+  if (known->in_step == steps_) {
+    ++steps_;
+    Add(Total::kSteps, 1);
+    Set(Total::kStepBeganAt, now);
+  }
+  known->in_step = steps_;
 }
 
 void Loop::SendReport(const Report& report, TimeNs now) {

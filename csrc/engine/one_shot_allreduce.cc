@@ -55,6 +55,9 @@ bool Engine::AllreduceOneShot(const TensorEntry& entry, int64_t* handle) {
   ++shared_.stats.tensors;
   shared_.stats.bytes += static_cast<int64_t>(bytes);
   if (size > 1) ++shared_.stats.allreduces[static_cast<size_t>(AlgorithmUsed::kOneShot)];
+  Add(Total::kBatches, 1);
+  Add(Total::kTensors, 1);
+  Add(BytesBy(AlgorithmUsed::kOneShot), static_cast<int64_t>(bytes));
   Record(Event::kDone, CoarseNowNs(), request.kind, request.process_set, request.name);
   shared_.handles->Create(handle, 1, /*done=*/true);
   return true;

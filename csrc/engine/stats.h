@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "base/recorder.h"
 #include "collective/algorithm.h"
 
 namespace hororing {
@@ -26,5 +27,12 @@ struct Stats {
   Counter fusion_bytes{0}, cycle_time_ns{0};          // in use
   std::array<Counter, kAlgorithmsUsed> allreduces{};  // batches, by AlgorithmUsed
 };
+
+// Where the flight recorder counts the bytes of an algorithm.
+inline Total BytesBy(AlgorithmUsed used) {
+  static_assert(static_cast<size_t>(Total::kEnd) ==
+                static_cast<size_t>(Total::kBytes) + kAlgorithmsUsed);
+  return static_cast<Total>(static_cast<size_t>(Total::kBytes) + static_cast<size_t>(used));
+}
 
 }  // namespace hororing

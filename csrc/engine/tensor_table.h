@@ -72,6 +72,7 @@ struct RequestRecord {
   Request agreed;                   // as this rank submitted it
   std::vector<int64_t> rows;        // as in Work
   TensorEntry* reported = nullptr;  // active, and reported by its id; only for the loop
+  int64_t in_step = 0;              // in which it was last reported, if it reduces; for the loop
 };
 
 class TensorTable {

@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "base/clock.h"
+#include "base/recorder.h"
 #include "engine/engine.h"
 #include "engine/loop.h"
 
@@ -23,13 +24,14 @@ HandleState Engine::WaitUntil(const WaitFn& wait, TimeNs timeout_ns) {
   };
   if (settled(0)) return state;
   ++shared_.mailbox.waiting;
-  const TimeNs deadline = After(NowNs(), timeout_ns);
+  const TimeNs begin = NowNs(), deadline = After(begin, timeout_ns);
   ProgressUntil([&] { return settled(0); }, deadline);
   while (!settled(std::min(deadline - NowNs(), kCheckInterval))) {
     CheckLoop();
     if (NowNs() >= deadline) break;
   }
   --shared_.mailbox.waiting;
+  Add(Total::kBlockedNs, NowNs() - begin);
   return state;
 }
 

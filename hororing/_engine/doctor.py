@@ -7,7 +7,6 @@ left in HORORING_FLIGHT_RECORDER.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 import time
@@ -121,18 +120,9 @@ def _list(ranks: Iterable[int]) -> str:
 
 def _ranks_of(job: str, all_users: bool) -> list[int]:
     """The processes of this host that have a recorder of their own, of a job or of all."""
-    found: dict[int, str] = {}
-    for pid in sorted(int(each) for each in os.listdir("/proc") if each.isdecimal()):
-        try:
-            path = recorder.find(pid, all_users)
-            if path is None:
-                continue
-            facts = recorder.read(path).facts
-            own = re.findall(r"^NSpid:.*?(\d+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
-        except (OSError, ValueError):  # it has ended, or is another user's
-            continue
-        if own and int(own[0]) == facts["pid"]:  # else a child, which has it open as well
-            found[pid] = str(facts["job"])
+    found = {
+        pid: str(recorder.read(path).facts["job"]) for pid, path in recorder.processes(all_users)
+    }
     wanted = found.get(int(job), job) if job.isdecimal() else job
     return [pid for pid, its in found.items() if ALL in (wanted, job) or its == wanted]
 

@@ -10,6 +10,8 @@ arrives at the main thread, so no other thread needs the interpreter. No server 
          0   1024  JSON, zero-terminated
       1024      8  number of events so far
       1032      4  number of stacks so far
+      1040    120  totals (csrc/base/recorder.h), 8 bytes each
+      1160    888  JSON, zero-terminated: what the script has shown last
       2048  65536  1,024 events: time in ns (8), process set (4), kind, collective, length of name,
                    name (49)
      67584         text: the latest stack
@@ -21,6 +23,7 @@ import contextlib
 import faulthandler
 import fcntl
 import json
+import math
 import mmap
 import os
 import re
@@ -28,8 +31,10 @@ import socket
 import stat
 import struct
 import sys
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +46,16 @@ SUFFIX = ".hororing"
 NAME = "hororing-recorder"
 OF_SET = " of process set "  # in requests; names are scoped by set
 
-_JSON, _COUNTS, _RING, _EVENTS = 1024, 1024, 2048, 1024
+_JSON, _COUNTS, _TOTALS, _RING, _EVENTS = 1024, 1024, 1040, 2048, 1024
+# As enum Total of csrc/base/recorder.h; bytes by the algorithm that moved them.
+TOTALS = (
+    "steps", "step_began_at_ns", "requests", "batches", "tensors", "waited_ns", "batch_ns",
+    "batch_began_at_ns", "blocked_ns",
+    "bytes_other", "bytes_shm_direct", "bytes_three_phase", "bytes_ring", "bytes_rank_order",
+    "bytes_at_once",
+)  # fmt: skip
+_TOTALS_STRUCT = struct.Struct(f"<{len(TOTALS)}q")
+_SHOWN = _TOTALS + _TOTALS_STRUCT.size
 _EVENT = struct.Struct("<qiBBB49s")
 _SIZE = _RING + _EVENTS * _EVENT.size
 _MOST_STACK_BYTES = 2**18
@@ -71,6 +85,8 @@ class _Own:
 
     mapped: mmap.mmap | None = None
     facts: dict[str, Any] = {}  # noqa: RUF012 - there is one
+    shown: dict[str, float] = {}  # noqa: RUF012
+    lock = threading.Lock()
 
 
 def begin(folder: str | None, stack_signal: int, started_by: Launch, job: str) -> None:
@@ -111,6 +127,43 @@ def note(**facts: int | None) -> None:
     _Own.facts.update(facts)
     text = json.dumps(_Own.facts, ensure_ascii=False).encode("utf-8", "replace")
     _Own.mapped[:_JSON] = text.ljust(_JSON, b"\0")
+
+
+def show(step: int | None = None, **values: float) -> None:
+    """Show numbers of the script to those who watch this process (docs/watching.md).
+
+    They replace those of the same names; the others stay. Takes about 20 us, and never waits. Does
+    nothing before `init`.
+
+    Parameters
+    ----------
+    step : of the training, to which they belong; None: unknown.
+    values : numbers, such as ``loss``. ``samples`` is the number of samples of this rank so far;
+        the page shows how many there are in a second. All names and numbers have room for about
+        800 bytes; later names that do not fit are left out, and counted.
+
+    Raises
+    ------
+    TypeError, ValueError : a value is no number.
+    """
+    numbers = {name: float(value) for name, value in values.items()}
+    if _Own.mapped is None:
+        return
+    with _Own.lock:
+        _Own.shown.update(numbers)
+        shown: dict[str, Any] = {"at_ns": time.monotonic_ns(), "step": step, "left_out": 0}
+        kept: dict[str, float | str] = {}
+        shown["values"] = kept
+        for name, value in _Own.shown.items():
+            kept[name] = float(f"{value:.9g}") if math.isfinite(value) else str(value)
+            if len(_encoded(shown)) >= _RING - _SHOWN - 3:
+                del kept[name]
+                shown["left_out"] += 1
+        _Own.mapped[_SHOWN:] = _encoded(shown).ljust(_RING - _SHOWN, b"\0")
+
+
+def _encoded(shown: dict[str, Any]) -> bytes:
+    return json.dumps(shown, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
 
 
 def _create(folder: str | None, rank: int) -> int:
@@ -159,6 +212,8 @@ class Recording:
     events: list[Event]
     stacks: int  # how many were written
     stack: str  # the latest; "": none
+    totals: dict[str, int]  # by TOTALS
+    shown: dict[str, Any]  # "at_ns", "step", "left_out", "values"; empty: nothing
 
     def unfinished(self) -> list[Event]:
         """The last event of each request that is neither done nor failed, as far as recorded."""
@@ -188,17 +243,63 @@ def read(path: str | os.PathLike[str]) -> Recording:
     offset = facts["wall_minus_monotonic_ns"]
     # Starting with the event that is overwritten next.
     ordered = found if count <= _EVENTS else found[count % _EVENTS :] + found[: count % _EVENTS]
-    events = [
-        Event(
-            (time_ns + offset) / 1e9,
-            _KINDS.get(kind, "?"),
-            _request(process_set, collective, length, name),
-        )
-        for time_ns, process_set, kind, collective, length, name in ordered
-        if time_ns != 0
-    ]
+    events = [_event(each, offset) for each in ordered if each[0] != 0]
     stack = data[_SIZE:].decode("utf-8", "replace").split("\n")
-    return Recording(facts, events, stacks, "\n".join(map(printable, stack)))
+    text = "\n".join(map(printable, stack))
+    return Recording(facts, events, stacks, text, _totals(data), _shown(data))
+
+
+@dataclass(frozen=True)
+class Head:
+    """What changes all the time: cheap enough to be read every second, of many ranks."""
+
+    facts: dict[str, Any]
+    totals: dict[str, int]
+    shown: dict[str, Any]
+    events: int  # how many were recorded so far
+    stacks: int
+
+
+def read_head(file: int) -> Head:
+    """Read the beginning of an open recorder. ValueError for any other file."""
+    data = os.pread(file, _RING, 0)
+    try:
+        events, stacks = struct.unpack_from("<QI", data, _COUNTS)
+        return Head(_facts(data), _totals(data), _shown(data), events, stacks)
+    except (ValueError, KeyError, TypeError, RecursionError, struct.error):
+        raise ValueError("not a flight recorder of hororing") from None
+
+
+def last_event(file: int, head: Head) -> Event | None:
+    """The last event of an open recorder, if it is not just being written."""
+    at = _RING + (head.events - 1) % _EVENTS * _EVENT.size
+    data = os.pread(file, _EVENT.size, at) if head.events else b""
+    if len(data) < _EVENT.size or (fields := _EVENT.unpack(data))[0] == 0:
+        return None
+    return _event(fields, head.facts["wall_minus_monotonic_ns"])
+
+
+def _event(fields: tuple[Any, ...], offset: int) -> Event:
+    time_ns, process_set, kind, collective, length, name = fields
+    request = _request(process_set, collective, length, name)
+    return Event((time_ns + offset) / 1e9, _KINDS.get(kind, "?"), request)
+
+
+def _totals(data: bytes) -> dict[str, int]:
+    return dict(zip(TOTALS, _TOTALS_STRUCT.unpack_from(data, _TOTALS), strict=True))
+
+
+def _shown(data: bytes) -> dict[str, Any]:
+    """What the script shows; nothing if it is just being written, or is not what `show` writes."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        shown = json.loads(data[_SHOWN:_RING].rstrip(b"\0") or b"{}")
+        if not shown:
+            return {}
+        values = {printable(str(name)): float(each) for name, each in shown["values"].items()}
+        step = None if shown["step"] is None else int(shown["step"])
+        found = {"at_ns": int(shown["at_ns"]), "step": step, "left_out": int(shown["left_out"])}
+        return {**found, "values": values}
+    return {}
 
 
 def _open_without_wait(path: str, flags: int) -> int:
@@ -248,20 +349,47 @@ def find(pid: int, all_users: bool = False) -> str | None:
     return None
 
 
+def processes(all_users: bool = False, known: Container[int] = ()) -> Iterator[tuple[int, str]]:
+    """The processes of this host that have a recorder of their own, and its path.
+
+    `known` : processes that need no look.
+    """
+    for pid in sorted(int(each) for each in os.listdir("/proc") if each.isdecimal()):
+        if pid in known:
+            continue
+        try:
+            path = find(pid, all_users)
+            if path is None:
+                continue
+            facts = read(path).facts
+            own = re.findall(r"^NSpid:.*?(\d+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+        except (OSError, ValueError):  # it has ended, or is another user's
+            continue
+        if own and int(own[0]) == facts["pid"]:  # else a child, which has it open as well
+            yield pid, path
+
+
+def request_stack(pid: int, head: Head | Recording) -> bool:
+    """Make the main thread of `pid` write its stack. False: it takes no such signal."""
+    signal = int(head.facts["stack_signal"])
+    # Without the handler, the signal would end the process.
+    if signal == 0 or not _signals(pid)[-1] >> (signal - 1) & 1:
+        return False
+    os.kill(pid, signal)
+    return True
+
+
 def ask_for_stack(pid: int, path: str, patience_s: float = 2.0) -> Recording:
     """Make the main thread of `pid` write its stack, then read the recorder at `path`.
 
     If the thread does not, the stack is empty.
     """
     before = read(path)
-    signal = int(before.facts["stack_signal"])
-    # Without the handler, the signal would end the process.
-    if signal == 0 or not _signals(pid)[-1] >> (signal - 1) & 1:
+    if not request_stack(pid, before):
         return before
-    os.kill(pid, signal)
     deadline = time.monotonic() + patience_s
     while (now := read(path)).stacks == before.stacks:
         if time.monotonic() > deadline:
-            return Recording(now.facts, now.events, now.stacks, "")
+            return replace(now, stack="")
         time.sleep(0.01)
     return now

@@ -21,6 +21,7 @@ import cloudpickle
 import numpy as np
 
 import hororing.numpy as hvd
+from hororing.extension import show
 from hororing.toolkit.tracking.adapters import Tracker
 from hororing.toolkit.tracking.circumstances import circumstances
 
@@ -135,6 +136,7 @@ class RunRecord:
         except ValueError as error:
             failure = str(error)
         self.last = _averaged(_gathered((values, weighs, failure)))
+        show(step, **self.last)
         if _rank() == 0:
             line = {"kind": "metrics", "step": int(step), "values": self.last}
             self._write({**line, **self._now()})

@@ -202,7 +202,7 @@ def test_doctor_of_root_reads_other_users_only_on_request(capsys: pytest.Capture
 def test_what_only_some_ranks_have_submitted_is_listed():
     def rank(number: int, *events: tuple[str, str]) -> recorder.Recording:
         made = [recorder.Event(0.0, kind, request) for kind, request in events]
-        return recorder.Recording({"job": "j", "rank": number}, made, 0, "")
+        return recorder.Recording({"job": "j", "rank": number}, made, 0, "", {}, {})
 
     first = rank(0, ("submitted", "a"), ("done", "a"), ("submitted", "b"), ("submitted", "c"))
     second = rank(1, ("submitted", "c"), ("submitted", "d"), ("agreed", "d"))
