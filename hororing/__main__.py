@@ -30,6 +30,14 @@ _COMMANDS = {
         "hororing._engine.doctor",
         "show what the ranks of a job are doing, or were doing when it ended",
     ),
+    "top": (
+        "hororing.watch.terminal",
+        "watch the jobs of this host in a terminal, also those that hang",
+    ),
+    "page": (
+        "hororing.watch.page",
+        "serve a page about a running job, and its metrics, on this host's loopback",
+    ),
     "store": (
         "hororing.hororun.store_command",
         "serve an elastic job whose processes something else than hororun starts",

@@ -120,9 +120,7 @@ def _list(ranks: Iterable[int]) -> str:
 
 def _ranks_of(job: str, all_users: bool) -> list[int]:
     """The processes of this host that have a recorder of their own, of a job or of all."""
-    found = {
-        pid: str(recorder.read(path).facts["job"]) for pid, path in recorder.processes(all_users)
-    }
+    found = {pid: str(head.facts["job"]) for pid, _, head in recorder.processes(all_users)}
     wanted = found.get(int(job), job) if job.isdecimal() else job
     return [pid for pid, its in found.items() if ALL in (wanted, job) or its == wanted]
 

@@ -349,7 +349,9 @@ def find(pid: int, all_users: bool = False) -> str | None:
     return None
 
 
-def processes(all_users: bool = False, known: Container[int] = ()) -> Iterator[tuple[int, str]]:
+def processes(
+    all_users: bool = False, known: Container[int] = ()
+) -> Iterator[tuple[int, str, Head]]:
     """The processes of this host that have a recorder of their own, and its path.
 
     `known` : processes that need no look.
@@ -361,12 +363,13 @@ def processes(all_users: bool = False, known: Container[int] = ()) -> Iterator[t
             path = find(pid, all_users)
             if path is None:
                 continue
-            facts = read(path).facts
+            with open(path, "rb", opener=_open_without_wait) as file:
+                head = read_head(file.fileno())
             own = re.findall(r"^NSpid:.*?(\d+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
         except (OSError, ValueError):  # it has ended, or is another user's
             continue
-        if own and int(own[0]) == facts["pid"]:  # else a child, which has it open as well
-            yield pid, path
+        if own and int(own[0]) == head.facts["pid"]:  # else a child, which has it open as well
+            yield pid, path, head
 
 
 def request_stack(pid: int, head: Head | Recording) -> bool:

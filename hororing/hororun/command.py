@@ -29,6 +29,7 @@ from hororing.hororun.flags.host_lists import Host
 from hororing.hororun.host import cgroup, numa
 from hororing.hororun.host.local import STDERR, STDOUT
 from hororing.hororun.host.output import Output
+from hororing.hororun.job import page as page_module
 from hororing.hororun.job import plan, start
 from hororing.hororun.job.ending import Grace
 from hororing.hororun.job.fixed import CannotStartError
@@ -45,7 +46,8 @@ _OF_MPIRUN = ("LD_", "OMPI_", "PATH", "PMIX_", "PRTE_")
 
 # mpirun has other flags for these, or none.
 _WITHOUT_MPI = (
-    "--output", "--start-timeout", "--grace", "--rsh-agent", "--ssh-port", "--ssh-identity-file",
+    "--page", "--page-token-file", "--output", "--start-timeout",
+    "--grace", "--rsh-agent", "--ssh-port", "--ssh-identity-file",
 )  # fmt: skip
 _CONFIGS = ("--import-config", "--export-config")
 
@@ -95,10 +97,13 @@ def main(words: Sequence[str] | None = None) -> int:
     limits.raise_files()  # elastic jobs may grow
     output = _output(arguments, size, only_from, elastic is not None)
     rsh = arguments.rsh_agent or start.ssh(arguments.ssh_port, arguments.ssh_identity_file)
-    what = start.Start(
-        placed, command, variables, rsh, arguments.start_timeout, _grace(arguments.grace), _stdin()
-    )
+    page = None
     try:
+        page = page_module.begin(arguments, rsh)
+        what = start.Start(
+            placed, command, variables, rsh, arguments.start_timeout, _grace(arguments.grace),
+            _stdin(), page,
+        )  # fmt: skip
         if elastic is not None:
             return start.run_elastic(
                 what, elastic, output, _membership(arguments.output)
@@ -111,6 +116,9 @@ def main(words: Sequence[str] | None = None) -> int:
         output.log(limits.why_not_started(error, "start"))
     except KeyboardInterrupt:  # before the ranks were started
         return 128 + signal.SIGINT
+    finally:
+        if page is not None:
+            page.close()
     return _FAILED
 
 
@@ -162,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("-p", "--ssh-port", type=_positive, metavar="PORT", help="of ssh")
     add("-i", "--ssh-identity-file", metavar="FILE", help="of ssh")
+    page_module.add_arguments(parser)
     elastic_module.add_arguments(parser, _positive, _seconds)
     add("--mpi", action="store_true", help="print the mpirun line for this, and run it")
     add(
