@@ -7,7 +7,6 @@ is killed leaves everything up to its last metrics.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import uuid
@@ -18,12 +17,12 @@ from types import TracebackType
 from typing import Any
 
 import cloudpickle
-import numpy as np
 
 import hororing.numpy as hvd
 from hororing.extension import show
 from hororing.toolkit.tracking.adapters import Tracker
 from hororing.toolkit.tracking.circumstances import circumstances
+from hororing.toolkit.tracking.run_file import RunFile
 
 
 class RunRecord:
@@ -72,9 +71,8 @@ class RunRecord:
         trackers: Iterable[Tracker] = (),
     ) -> None:
         self._trackers: list[Tracker] = []
-        self._file = -1
+        self._file: RunFile | None = None
         self._closed = False
-        self._begin = time.monotonic()
         self.last: dict[str, float] = {}  # the metrics of the latest `log`, reduced
         error: Exception | None = None
         path = ""
@@ -82,18 +80,10 @@ class RunRecord:
             name = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
             path = os.path.join(os.path.abspath(folder), f"{name}.jsonl")
             try:
-                if os.path.basename(name) != name or name in (".", ".."):
-                    raise ValueError(f"name={name!r} must be that of a file in {folder}")
-                run = {
-                    "kind": "run",
-                    "name": name,
-                    "config": dict(config or {}),
-                    "seed": seed,
-                    "maximize": list(maximize),
-                    **circumstances(),
-                }
-                self._open(path)
-                self._write(run)
+                run: dict[str, Any] = {"name": name, "config": dict(config or {}), "seed": seed}
+                run |= {"maximize": list(maximize), **circumstances()}
+                self._file = RunFile.of(folder, name)
+                self._file.begin(run)
                 for tracker in trackers:
                     if tracker.begin(run):
                         self._trackers.append(tracker)
@@ -138,8 +128,7 @@ class RunRecord:
         self.last = _averaged(_gathered((values, weighs, failure)))
         show(step, **self.last)
         if _rank() == 0:
-            line = {"kind": "metrics", "step": int(step), "values": self.last}
-            self._write({**line, **self._now()})
+            self._opened().log(int(step), self.last)
             for tracker in self._trackers:
                 tracker.log(int(step), self.last)
         return self.last
@@ -147,17 +136,22 @@ class RunRecord:
     def note(self, text: str) -> None:
         """Add a line of text of rank 0; other ranks need not call it."""
         if _rank() == 0:
-            self._write({"kind": "note", "text": text, **self._now()})
+            self._opened().note(text)
 
     def close(self, status: str = "completed") -> None:
         """End the run; once. Later calls do nothing."""
-        if self._file >= 0:
-            self._write({"kind": "end", "status": status, **self._now()})
-            os.close(self._file)
-            self._file = -1
+        if self._file is not None:
+            self._file.close(status)
         self._closed = True
         while self._trackers:
             self._trackers.pop(0).end(status)
+
+    def _opened(self) -> RunFile:
+        if self._closed:
+            raise ValueError("the run's record is closed")
+        if self._file is None:  # in an elastic job: another process was rank 0 at the beginning
+            self._file = RunFile(self.path)
+        return self._file
 
     def __enter__(self) -> RunRecord:
         return self
@@ -168,44 +162,9 @@ class RunRecord:
         failed = error is not None
         if isinstance(error, SystemExit):
             failed = error.code not in (None, 0)
-        if failed and self._file >= 0:
+        if failed and self._file is not None and not self._closed:
             self.note(f"{type(error).__name__}: {error}")
         self.close("failed" if failed else "completed")
-
-    def _now(self) -> dict[str, float]:
-        return {"time": time.time(), "seconds": round(time.monotonic() - self._begin, 6)}
-
-    def _open(self, path: str) -> None:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._file = os.open(path, flags, 0o666)
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")  # behind a line that was cut short: see `read_run`
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._closed:
-            raise ValueError("the run's record is closed")
-        if self._file < 0:  # in an elastic job: another process was rank 0 when the record was made
-            self._open(str(self.path))
-        data = memoryview((json.dumps(_plain(line), allow_nan=False) + "\n").encode())
-        while data:
-            data = data[os.write(self._file, data) :]
-
-
-def _plain(value: Any) -> Any:
-    """`value` in JSON's types; values of other types become text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(each) for each in value]
-    if isinstance(value, np.generic | np.ndarray):
-        return _plain(value.tolist())
-    if isinstance(value, float) and not np.isfinite(value):
-        return str(value)  # "nan", "inf", "-inf": float() reads them
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value)
 
 
 def _portable(error: Exception | None) -> Exception | None:
