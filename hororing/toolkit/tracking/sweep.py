@@ -114,6 +114,42 @@ def coarse_to_fine(
     """
     if not 0 < shrink < 1:
         raise ValueError(f"shrink must be between 0 and 1, not {shrink}")
+    optuna, study = open_study("coarse_to_fine", name, storage, maximize, pruner)
+    number = 0
+    begun = 0 if study is None else len(study.trials)  # the seed again would give them again
+    for round_, count in enumerate(rounds):
+        ranges = {}
+        if study is not None:
+            narrow = _narrowed(space, _best(study), shrink**round_)
+            ranges = distributions(optuna, narrow)
+            samplers = optuna.samplers
+            study.sampler = (samplers.TPESampler if round_ else samplers.RandomSampler)(
+                seed=seed + round_ + begun
+            )
+        for _ in range(count):
+            _try(objective, optuna, study, ranges, number, round_)
+            number += 1
+    best = _best(study) if study is not None else None
+    found = _from_rank_0(None if best is None else (dict(best.params), float(best.value)))
+    if found is None:
+        raise RuntimeError(f"none of {number} trials had a result")
+    return Found(params=found[0], value=found[1], study=study)
+
+
+def open_study(
+    caller: str,
+    name: str,
+    storage: Any,
+    maximize: bool,
+    pruner: Any = None,
+    sampler: Any = None,
+) -> tuple[Any, Any]:
+    """Optuna and a study on rank 0, None on other ranks; all ranks call it together.
+
+    `pruner` is Optuna's, or a function that makes one from the module; default: the median pruner.
+
+    Raises what `coarse_to_fine` raises.
+    """
     optuna: Any = None
     study: Any = None
     failure: Exception | None = None
@@ -121,41 +157,25 @@ def coarse_to_fine(
     if _rank() == 0:
         try:
             optuna = importlib.import_module("optuna")
+            made = pruner(optuna) if callable(pruner) else pruner
             study = optuna.create_study(
                 study_name=name,
                 storage=storage,
                 load_if_exists=storage is not None,
                 direction="maximize" if maximize else "minimize",
-                pruner=pruner or optuna.pruners.MedianPruner(),
+                pruner=made or optuna.pruners.MedianPruner(),
+                sampler=sampler(optuna) if callable(sampler) else sampler,
             )
         except Exception as failed:
             missing = isinstance(failed, ModuleNotFoundError) and failed.name == "optuna"
             failure, problem = failed, "" if missing else f"{type(failed).__name__}: {failed}"
     problem = _from_rank_0(problem)
     if problem == "":
-        why = "coarse_to_fine needs Optuna; pip install optuna"
+        why = f"{caller} needs Optuna; pip install optuna"
         raise ModuleNotFoundError(why, name="optuna") from None
     if problem is not None:
         raise failure or RuntimeError(f"rank 0: {problem}")
-    number = 0
-    begun = 0 if study is None else len(study.trials)  # the seed again would give them again
-    for round_, count in enumerate(rounds):
-        distributions = {}
-        if study is not None:
-            narrow = _narrowed(space, _best(study), shrink**round_)
-            distributions = _distributions(optuna, narrow)
-            samplers = optuna.samplers
-            study.sampler = (samplers.TPESampler if round_ else samplers.RandomSampler)(
-                seed=seed + round_ + begun
-            )
-        for _ in range(count):
-            _try(objective, optuna, study, distributions, number, round_)
-            number += 1
-    best = _best(study) if study is not None else None
-    found = _from_rank_0(None if best is None else (dict(best.params), float(best.value)))
-    if found is None:
-        raise RuntimeError(f"none of {number} trials had a result")
-    return Found(params=found[0], value=found[1], study=study)
+    return optuna, study
 
 
 def _try(
@@ -204,7 +224,8 @@ def _narrowed(space: Space, best: Any, share: float) -> Space:
     return {name: narrow(name, each) for name, each in space.items()} if share < 1 else space
 
 
-def _distributions(optuna: Any, space: Space) -> dict[str, Any]:
+def distributions(optuna: Any, space: Space) -> dict[str, Any]:
+    """Optuna's distributions of a space."""
     made = {}
     for name, each in space.items():
         if not isinstance(each, Range):
