@@ -178,7 +178,7 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
 constexpr TimeNs kAbortTime = 2 * kSecond;
 
 Status TimedOut() {
-  return Status(Code::kStalled, "shutdown: the engine did not end in time; a peer may be frozen");
+  return Status(Code::kStalled, "shutdown: communication did not end in time; a peer may be frozen");
 }
 
 // Removes the engine from the process and ends it. If its loop does not end in time, because it is
@@ -211,7 +211,7 @@ int EndEngine(const char* reason, const std::function<bool(Engine&)>& end) {
   std::lock_guard<std::mutex> lock(process.mutex);
   process.abandoned = true;
   return Remember(Status(Code::kTransport,
-                         "shutdown: the engine's thread stays in a call that does not return"));
+                         "shutdown: hororing's thread stays in a call that does not return"));
 }
 
 }  // namespace
@@ -230,7 +230,7 @@ HR_EXPORT int hr_init(const hr_config* config) try {
     if (process.engine != nullptr || process.starting != nullptr) return HR_OK;
     if (process.abandoned) {
       return Remember(Status(Code::kTransport,
-                             "init: the thread of an earlier engine is in a call that does not "
+                             "init: hororing's thread of before shutdown() is in a call that does not "
                              "return, or still waits for the other ranks; start this process "
                              "again"));
     }

@@ -14,7 +14,7 @@ static_assert(HR_OP_COUNT == kReduceOpCount);
 namespace {
 
 Status Invalid(const Request& request, const std::string& what) {
-  return Status(Code::kInvalidArgument, request.Title() + " (SUBMIT): " + what);
+  return Status(Code::kInvalidArgument, request.Title() + ": " + what);
 }
 
 std::string DeviceText(const TensorView& view) {

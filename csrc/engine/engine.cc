@@ -60,7 +60,7 @@ void BindToCpu(int cpu) {
   CPU_ZERO(&set);
   CPU_SET(static_cast<size_t>(cpu), &set);
   if (pthread_setaffinity_np(pthread_self(), sizeof set, &set) != 0) {
-    Log(LogLevel::kWarning, "the engine's thread could not be bound to core " +
+    Log(LogLevel::kWarning, "hororing's thread could not be bound to core " +
                                 std::to_string(cpu) + "; it runs on any");
   }
 }
@@ -124,7 +124,7 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
       return shared_.mailbox.Attach(nullptr);
     }
   } catch (const std::exception& error) {
-    status = Status(Code::kInternal, std::string("the engine could not start: ") + error.what());
+    status = Status(Code::kInternal, std::string("hororing could not start: ") + error.what());
   }
   AnnounceStartFailure(world, status);
   const bool starting = state_ == State::kStarting;
@@ -170,7 +170,7 @@ void Engine::Serve(World& world, Loop& loop) {
     why = loop.Run(progress);
     peaceful = loop.peaceful();
   } catch (const std::exception& error) {  // from DrainAndStop: the loop itself catches
-    why = Status(Code::kInternal, std::string("the engine broke: ") + error.what());
+    why = Status(Code::kInternal, std::string("an internal error of hororing: ") + error.what());
   }
   loop_ = nullptr;
   progress.unlock();

@@ -56,7 +56,7 @@ Status LivenessWatch::Check(const std::map<int, TimeNs>& awaited, TimeNs now) {
   }
   warned_silence_ns_ = silence;
   const std::string waits = shared_.tensors.Titles({"NEGOTIATE"});
-  Log(LogLevel::kWarning, "stall: " + (waits.empty() ? "" : waits + " (NEGOTIATE): ") + text);
+  Log(LogLevel::kWarning, "stall: " + (waits.empty() ? "" : waits + ": ") + text);
   return Status::Ok();
 }
 

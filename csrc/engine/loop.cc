@@ -247,7 +247,7 @@ TimeNs Loop::NextDeadline() const {
 }
 
 void Loop::OnException(const std::exception& error) {
-  End(Status(Code::kInternal, std::string("the engine broke: ") + error.what()));
+  End(Status(Code::kInternal, std::string("an internal error of hororing: ") + error.what()));
 }
 
 void Loop::End(Status why) {
@@ -268,7 +268,7 @@ void Loop::DrainAndStop() {
     if (!end_agreed()) transport_.AnnounceFailure(*final_);
     // If this rank's own script revoked the engine, its traceback gives the reason.
     if (topology_.size > 1 && !transport_.revoked()) {
-      Log(LogLevel::kError, "the engine has failed: " + final_->message());
+      Log(LogLevel::kError, "communication has failed: " + final_->message());
     }
   }
   if (coordinator_ && step_ < shared_.config.timeline_from) {

@@ -12,9 +12,13 @@ std::atomic<uint64_t> tables{0};
 
 }  // namespace
 
+// Users need to know only of the data plane.
 Status WithStage(const TensorEntry& entry, const Status& status) {
+  const std::string_view stage = entry.stage;
+  const bool before = stage == "SUBMIT" || stage == "NEGOTIATE";
   return Status(status.code(),
-                entry.request.Title() + " (" + entry.stage + "): " + status.message(),
+                entry.request.Title() + (before ? "" : " (" + std::string(stage) + ")") + ": " +
+                    status.message(),
                 status.rank());
 }
 

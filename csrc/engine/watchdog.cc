@@ -38,8 +38,8 @@ void Engine::CheckLoop() {
                      std::to_string(lasts / kSecond) + " s";
   if (!in_batch.empty()) text += ", in a batch of " + in_batch;
   const bool can_abort = name.waits_for_kernels && !ended;
-  text += can_abort ? "; the engine aborts its GPU work"
-                    : "; the engine has given it up, and this process can only end";
+  text += can_abort ? "; hororing aborts its GPU work"
+                    : "; hororing has given it up, and this process can only end";
   if (ended) return Log(LogLevel::kError, text);
   if (can_abort) waits_for_kernels_ = loop_;
   Status why(Code::kTransport, text);
@@ -49,7 +49,7 @@ void Engine::CheckLoop() {
                             ") died";
     why = Status(Code::kPeerLost, who + ", and " + text, dead);
   }
-  Log(LogLevel::kError, "the engine has failed: " + why.message());
+  Log(LogLevel::kError, "communication has failed: " + why.message());
   if (name.library != nullptr) shared_.mailbox.TellPeers(why);
   Finish(why);
 }

@@ -34,7 +34,7 @@ Status Coordinator::ChangeSets(const Request& request, std::vector<int64_t>* row
     const bool internal = request.scope() != SetScope::kPublic;
     const Status possible = sets_.Check(request.ranks, internal);
     if (!possible.ok()) {
-      return Status(possible.code(), request.Title() + " (NEGOTIATE): " + possible.message());
+      return Status(possible.code(), request.Title() + ": " + possible.message());
     }
     const int32_t id = sets_.NextId();
     sets_.Add(id, request.ranks, internal);
@@ -58,7 +58,7 @@ void Coordinator::RemoveSet(int32_t id) {
     fail.process_set = id;
     fail.set_details().name = request.name;
     fail.set_details().status =
-        Status(Code::kMismatch, request.Title() + " (NEGOTIATE): the process set was " +
+        Status(Code::kMismatch, request.Title() + ": the process set was " +
                                     "removed before all of its ranks had made this call");
     ClearPending(*tensor);
     Push(std::move(fail));
@@ -113,7 +113,7 @@ std::vector<int> Coordinator::JoinedAmong(const Pending& pending) const {
 
 Status Coordinator::CheckJoined(const std::vector<int>& joined, const Request& request) {
   if (request.kind == Collective::kBarrier) return Status::Ok();
-  const std::string title = request.Title() + " (NEGOTIATE): ";
+  const std::string title = request.Title() + ": ";
   const std::string who = RanksText(joined) + (joined.size() == 1 ? " has" : " have") + " joined";
   if (request.kind != Collective::kAllreduce) {
     return Status(Code::kMismatch, title + Name(request.kind) + " is not supported with join: " +

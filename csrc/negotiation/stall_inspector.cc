@@ -139,7 +139,7 @@ std::string StallInspector::StatusText(const std::map<int, std::string>& expecte
             ", which is to submit " + title + " next, ";
     text += found != said.end()
                 ? "says: " + found->second
-                : "does not answer: its process is stopped, its host is unreachable, or its engine "
+                : "does not answer: its process is stopped, its host is unreachable, or it "
                   "is in another batch";
   }
   if (left > 0) text += "\n" + std::to_string(left) + " more ranks are missing";

@@ -111,7 +111,7 @@ Status Compare(const std::vector<const Request*>& requests, const std::vector<in
   const std::string values =
       GroupedByRank(ranks, [&](size_t i) { return check.value(*requests[i]); });
   return Status(Code::kMismatch,
-                requests[0]->Title() + " (NEGOTIATE): " + check.what + " differ: " + values + ". " +
+                requests[0]->Title() + ": " + check.what + " differ: " + values + ". " +
                     check.remedy,
                 ranks[static_cast<size_t>(other - requests.begin())]);
 }
@@ -168,7 +168,7 @@ Status Weigh(const Request& request, const std::vector<int>& members,
   });
   if (!valid) {
     return Status(Code::kInvalidArgument,
-                  request.Title() + " (NEGOTIATE): weights must be finite and not negative: " +
+                  request.Title() + ": weights must be finite and not negative: " +
                       GroupedByRank(members, [&](size_t i) { return NumberText((*weights)[i]); }));
   }
   const double largest = *std::max_element(weights->begin(), weights->end());

@@ -12,7 +12,7 @@ namespace hororing {
 
 // Ok, or kMismatch with a text that names the tensor and lists the differing values grouped by
 // rank, independent of the order in which the reports arrived:
-//   allreduce 'layer3.weight' (NEGOTIATE): shapes differ: ranks 0,1,3: [256, 128]; rank 2:
+//   allreduce 'layer3.weight': shapes differ: ranks 0,1,3: [256, 128]; rank 2:
 //   [256, 64]. Every rank must pass ...
 // The status blames the first rank that differs from the first of `ranks`.
 // `requests[i]` is that of rank `ranks[i]`; all have the same name and process set.

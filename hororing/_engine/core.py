@@ -6,6 +6,7 @@ script imports first.
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +18,10 @@ try:
     from hororing._core import lib as lib
 except ImportError as error:  # a source tree that was not built, or a damaged installation
     _remedy = "install it again: pip install ."
+    if isinstance(error, ModuleNotFoundError) and "hororing" not in str(error.name):
+        _remedy = f"pip install {str(error.name).lstrip('_').partition('.')[0]}"
+        if error.name == "_cffi_backend":
+            _remedy = "pip install cffi"
     if (Path(__file__).parents[2] / "CMakeLists.txt").exists():
         _remedy = (
             "this is the source folder, which hides an installed hororing: run from another "
@@ -31,6 +36,9 @@ if lib.hr_abi_version() != lib.HR_ABI_VERSION:
     )
 
 VERSION: str = ffi.string(lib.hr_version()).decode()
+
+# The texts of the latest exceptions: the log need not repeat them.
+raised: deque[str] = deque(maxlen=8)
 
 _CLASSES: dict[int, type[Exception]] = {
     lib.HR_INVALID_ARGUMENT: ValueError,
@@ -53,6 +61,7 @@ def error_for(code: int, text: str, rank: int = -1) -> Exception:
     text : the core's message, as hr_last_error().
     rank : the rank to blame, as hr_last_error_rank().
     """
+    raised.append(text)
     if code == lib.HR_PEER_LOST:
         return errors.PeerLostError(text, rank)
     if code not in _CLASSES:

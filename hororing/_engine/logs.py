@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from typing import Any
 
+from hororing._engine import core
 from hororing._engine.core import ffi, lib
 from hororing._job import threads
 
@@ -19,6 +21,11 @@ logger = logging.getLogger("hororing")
 _MIN, _MAX = 10, 40
 # A wait of the core ends with hr_log_close; this is for a machine that was suspended.
 _WAIT_S = 60.0
+# The core says at once why it has failed. The script learns it by an exception, as a rule, and the
+# log says it only if that does not happen.
+_FAILED = "communication has failed: "
+_UNTIL_RAISED_S = 10.0
+_COMPARED = 200  # characters; one text may be cut
 
 
 class _RankPrefix(logging.Filter):
@@ -29,8 +36,8 @@ class _RankPrefix(logging.Filter):
         self.rank: int | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        rank = "?" if self.rank is None else self.rank
-        record.msg = f"[rank {rank}] {record.getMessage()}"
+        rank = getattr(record, "of_rank", self.rank)
+        record.msg = f"[rank {'?' if rank is None else rank}] {record.getMessage()}"
         record.args = ()
         return True
 
@@ -58,6 +65,7 @@ class Forwarder:
     def __init__(self) -> None:
         self._prefix = _RankPrefix()
         self._thread: threading.Thread | None = None
+        self._failure: tuple[float, logging.LogRecord] | None = None  # until this time
         logger.addFilter(self._prefix)
 
     def configure(self, level: int, *, chosen: bool, hide_time: bool) -> None:
@@ -99,15 +107,33 @@ class Forwarder:
 
     def _run(self) -> None:
         record = ffi.new("hr_log_record *")
-        while (taken := int(lib.hr_log_next(_WAIT_S, record))) >= 0:
+        while (taken := int(lib.hr_log_next(self._left_s(), record))) >= 0:
             if taken == 1:
                 self._forward(record)
+            if self._left_s() == 0:
+                self._tell_failure()
+        self._tell_failure()
 
-    @staticmethod
-    def _forward(record: Any) -> None:
+    def _left_s(self) -> float:
+        return max(self._failure[0] - time.monotonic(), 0.0) if self._failure else _WAIT_S
+
+    def _tell_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            text = str(failure[1].msg).removeprefix(_FAILED)[:_COMPARED]
+            # With an exception of its own, it is not of interest what others then did.
+            known = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+            if not known and not any(text in each for each in core.raised):
+                logger.handle(failure[1])
+
+    def _forward(self, record: Any) -> None:
         text = ffi.string(record.text).decode("utf-8", "replace")
         level = int(record.level)
         if logger.isEnabledFor(level):
             made = logger.makeRecord("hororing", level, "core", 0, text, (), None)
             made.created = float(record.time)
-            logger.handle(made)
+            made.of_rank = self._prefix.rank
+            if text.startswith(_FAILED) and not logger.isEnabledFor(logging.DEBUG):
+                self._failure = time.monotonic() + _UNTIL_RAISED_S, made
+            else:
+                logger.handle(made)

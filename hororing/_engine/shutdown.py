@@ -30,10 +30,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hororing._engine import state
+from hororing._engine import core, state
 from hororing._engine.core import last_error, lib
 from hororing._engine.logs import logger
 from hororing._engine.state import process as _process
+from hororing._engine.tracebacks import shorten
 from hororing._job import threads
 from hororing.errors import HororingInternalError, HostsUpdatedInterrupt, ShutDownError
 
@@ -104,6 +105,8 @@ def install_hooks(close_log: Callable[[], None]) -> None:
         ends = not _interpreter_goes_on()
         if ends:
             _abort(kind, value)
+            core.raised.append(str(value))
+            trace = shorten(value)
         previous(kind, value, trace)
         code = _EXIT.search(str(value)) if ends and isinstance(value, ShutDownError) else None
         if code is not None:
@@ -112,6 +115,16 @@ def install_hooks(close_log: Callable[[], None]) -> None:
 
     sys.excepthook = hook
     note_exit_codes()
+
+
+def _shorten_tracebacks() -> None:
+    """Also before `init`, which may be what was forgotten."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, value, trace if _interpreter_goes_on() else shorten(value))
+
+    sys.excepthook = hook
 
 
 def note_exit_codes() -> None:
@@ -247,4 +260,5 @@ def _mpi4py_would_finalize() -> bool:
     return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
 
 
+_shorten_tracebacks()
 threads.at_process_end(note_exit_codes, lambda: leave_at_once(exit_code()))

@@ -202,7 +202,7 @@ def make_request(
             request.integers, request.integers_count = c_integers, len(integers)
     except OverflowError:  # a rank or a split far out of range
         given = root if integers is None else list(integers)
-        raise ValueError(f"'{name}' (SUBMIT): {given} is out of range") from None
+        raise ValueError(f"'{name}': {given} is out of range") from None
     return request, (dimensions, tensors, c_name, c_integers)
 
 

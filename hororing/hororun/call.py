@@ -23,6 +23,7 @@ from typing import Any
 
 import cloudpickle
 
+from hororing._engine.tracebacks import shorten
 from hororing.errors import PeerLostError, ShutDownError
 from hororing.hororun.host.local import append
 
@@ -154,7 +155,7 @@ def raised(error: BaseException) -> RankException:
     """Describe an exception of the function."""
     trace: TracebackType | None = error.__traceback__
     if trace is not None:
-        trace = trace.tb_next  # without `main`
+        trace = shorten(error.with_traceback(trace.tb_next))  # without `main`
     try:
         again = bytes(cloudpickle.dumps(error))
     except Exception:  # the text must suffice

@@ -44,7 +44,7 @@ Status EnsureInitialized() {
     if (initialized_here || level == MPI_THREAD_MULTIPLE) return Status::Ok();
     return Status(
         Code::kInvalidArgument,
-        "MPI was already initialized without MPI_THREAD_MULTIPLE, which the engine's thread needs; "
+        "MPI was already initialized without MPI_THREAD_MULTIPLE, which hororing's thread needs; "
         "call hvd.init() before MPI is initialized, or set "
         "mpi4py.rc.thread_level = \"multiple\" before importing mpi4py.MPI");
   }

@@ -6,14 +6,17 @@ import contextlib
 import io
 import re
 import select
+import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import IO
 
+from hororing.hororun.host import tracebacks
 from hororing.hororun.host.local import STDERR, STDOUT
 
 _TAIL_LINES = 10
+_FAR_LINES = 20  # then they are shown again
 # Of an incomplete line that is held back: from a rank beside others, and from one alone.
 _LONGEST_BYTES, _LONGEST_ALONE_BYTES = 2**22, 2**16
 _TAIL_BYTES = 2**16  # of a line in an error text
@@ -36,8 +39,10 @@ class Output:
     tag : start each line with its rank.
     colour : streams with coloured tags.
     only_from : ranks whose standard output is shown; None: all. Errors are always shown.
-    directory : write each rank's output there instead, as rank.N/stdout and rank.N/stderr.
+    directory : write each rank's output there, as rank.N/stdout and rank.N/stderr. Only rank 0's is
+        also shown.
     elastic : ranks are process numbers; files are in process.N.
+    folds : hold tracebacks back for `fold`; the job calls `show_due`.
 
     Attributes
     ----------
@@ -55,6 +60,7 @@ class Output:
         only_from: Collection[int] | None = None,
         directory: str | None = None,
         elastic: bool = False,
+        folds: bool = False,
     ) -> None:
         self.ranks: dict[int, int] | None = {} if elastic else None
         self.is_to_end: Callable[[], bool] = lambda: False
@@ -69,6 +75,11 @@ class Output:
         self._lost: dict[str, int] = {}  # bytes that could not be written, by path or stream
         self._parts: dict[tuple[int, str], bytearray] = {}
         self._tails: dict[int, deque[bytes]] = {}
+        self._folds = folds
+        self._held: dict[int, tracebacks.Held] = {}
+        self._ended: set[int] = set()
+        self._shown = 0  # lines of standard error
+        self._shown_at: dict[int, int] = {}  # the last one of each rank
 
     @property
     def files_per_rank(self) -> int:
@@ -99,8 +110,81 @@ class Output:
             self._to_file(rank, stream, data)
             if not data and self.ranks is not None and (rank, stream) in self._files:
                 _close(self._files.pop((rank, stream)))  # there may be many by the end
-        elif stream == STDERR or self._only_from is None or self._rank(rank) in self._only_from:
+        if stream == STDERR and self._folds:
+            lines = self._held_back(rank, lines)
+        elif lines and rank in self._held and self._held[rank].is_over(time.monotonic()):
+            self._show_lines(rank, STDERR, self._held.pop(rank).lines)
+        self._show_lines(rank, stream, lines)
+
+    def _show_lines(self, rank: int, stream: str, lines: Sequence[bytes]) -> None:
+        if self._directory is not None and self._rank(rank) != 0:
+            return
+        if stream == STDERR or self._only_from is None or self._rank(rank) in self._only_from:
             self._show(stream, b"".join(self._tagged(rank, stream, line) for line in lines))
+        if stream == STDERR and lines:
+            self._shown += len(lines)
+            self._shown_at[rank] = self._shown
+
+    def _held_back(self, rank: int, lines: Sequence[bytes]) -> list[bytes]:
+        """Return the lines to show now."""
+        shown: list[bytes] = []
+        now = time.monotonic()
+        for line in lines:
+            held = self._held.get(rank)
+            if held is not None and not held.takes(line, now):
+                shown += self._held.pop(rank).lines
+                held = None
+            if held is None and tracebacks.begins(line):
+                held = self._held[rank] = tracebacks.Held()
+            if held is None:
+                shown.append(line)
+            else:
+                held.lines.append(line)
+                held.at = now
+        return shown
+
+    def due_s(self) -> float | None:
+        """Time until `show_due` has something to do; None: nothing."""
+        times = [held.due_at() for rank, held in self._held.items() if rank not in self._ended]
+        return max(min(times) - time.monotonic(), 0.0) if times else None
+
+    def show_due(self) -> None:
+        """Show what was held back of ranks that live on."""
+        for rank in [*self._held.keys() - self._ended]:
+            if time.monotonic() >= self._held[rank].due_at():
+                self._show_lines(rank, STDERR, self._held.pop(rank).lines)
+
+    def ended(self, rank: int, *, failed: bool) -> None:
+        """Note the end of a rank. Its last words wait for `fold` if it has failed."""
+        self._ended.add(rank)
+        if not failed and rank in self._held:
+            self._show_lines(rank, STDERR, self._held.pop(rank).lines)
+
+    def fold(self, cause: int | None, *, interrupted: bool = False) -> None:
+        """Show the last words of all ranks, those of `cause` last.
+
+        `interrupted`: not what ranks say about the end that the user has requested.
+        """
+        held, self._held = self._held, {}
+        for rank in [rank for rank, each in held.items() if interrupted and each.is_of_end()]:
+            del held[rank]
+            self._shown_at[rank] = self._shown
+        if not held:
+            return
+        for ranks, line in tracebacks.fold(held, cause):
+            tag = f"[{tracebacks.ranks_text([*map(self._name, ranks)])}] " if ranks else ""
+            self._show(STDERR, (tag if self._tag else "").encode() + line + b"\n")
+        for rank in held:
+            self._shown_at[rank] = self._shown
+
+    def _name(self, rank: int) -> int:
+        now = self._rank(rank)
+        return rank if now is None else now
+
+    def repeats(self, rank: int) -> list[bytes]:
+        """The last lines of a rank's standard error, unless they were just shown."""
+        lately = self._folds and self._shown - self._shown_at.get(rank, -_FAR_LINES) < _FAR_LINES
+        return [] if lately else self.tail(rank)
 
     def open_files(self, size: int) -> None:
         """Create the files of all ranks now, so that errors show up early. OSError."""
@@ -123,6 +207,8 @@ class Output:
         """Show incomplete lines, and close files."""
         for rank, stream in list(self._parts):
             self.write(rank, stream, b"")
+        for rank in list(self._held):
+            self._show_lines(rank, STDERR, self._held.pop(rank).lines)
         for path, count in self._lost.items():
             self.log(f"ERROR: {path} lacks the last {count} bytes")
         self._lost.clear()

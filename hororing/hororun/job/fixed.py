@@ -105,6 +105,7 @@ class Job:
         if rank in self._codes:
             return
         self._codes[rank] = code
+        self._output.ended(rank, failed=code != 0)
         if code == 0:
             self._on_finished(rank)
         if code == 0 or self._ending.begun:
@@ -139,6 +140,8 @@ class Job:
             finally:
                 for host in self.hosts:
                     host.close()
+                cause = self._cause(self.failed[0]) if self.failed else None
+                self._output.fold(cause, interrupted=self.asked is not None)
                 self._output.close()
 
     def _await_hosts(self, timeout_s: float) -> bool:
@@ -160,7 +163,9 @@ class Job:
     def _await_ranks(self) -> None:
         while len(self._codes) < self._size:
             some_ended = bool(self._codes) and not self._ending.begun
-            step(self.selector, _LOOK_S if some_ended else self._ending.left_s())
+            lefts = [_LOOK_S] if some_ended else [self._ending.left_s(), self._output.due_s()]
+            step(self.selector, min((each for each in lefts if each is not None), default=None))
+            self._output.show_due()
             self._ending.take_signals(failed=self.failed is not None)
             self._look_for_stopped()
             if self.failed and not self._ending.begun:
@@ -201,28 +206,40 @@ class Job:
                 self._output.log(self.remark)
             return 0
         rank, code = self.failed
-        for line in self.end_report(rank, code):
+        how, cause = self._how(rank, code)
+        tail = self._output.repeats(cause)
+        lines = self.end_report(rank, code) if tail or not self._output.tail(cause) else [how]
+        for line in lines:
             self._output.log(line)
         return code if code > 0 else 128 - code
 
     def end_report(self, rank: int, code: int) -> list[str]:
         """Lines for the user: how a rank has ended."""
+        how, cause = self._how(rank, code)
+        whose = "its" if cause == rank else f"rank {cause}'s"
+        return end_report(how, code, self._output.tail(cause), whose)
+
+    def _how(self, rank: int, code: int) -> tuple[str, int]:
         how, cause = f"{self.name(rank)} {describe(code)}", self._cause(rank)
         if cause != rank:
             how += f", because of {self.name(cause)}"
-        whose = "its" if cause == rank else f"rank {cause}'s"
-        return end_report(how, code, self._output.tail(cause), whose)
+        elif (named := self._named(rank)) is not None and self._codes.get(named) == 0:
+            how += f", because {self.name(named)} had ended with exit code 0 before (os._exit?)"
+        return how, cause
 
     def _cause(self, rank: int) -> int:
         """The rank that the last lines of `rank` name, if it has failed and printed something."""
         seen = {rank}
-        while found := _NAMES.findall(b"\n".join(self._output.tail(rank))):
-            named = int(found[-1])
+        while (named := self._named(rank)) is not None:
             if named in seen or not self._codes.get(named) or not self._output.tail(named):
                 break
             seen.add(named)
             rank = named
         return rank
+
+    def _named(self, rank: int) -> int | None:
+        found = _NAMES.findall(b"\n".join(self._output.tail(rank)))
+        return int(found[-1]) if found else None
 
     def name(self, rank: int) -> str:
         """The rank, and its host if that is another one."""

@@ -44,6 +44,8 @@ _SHARED = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED",
     "CUBLAS_WORKSPACE_CONFIG",
 )  # fmt: skip
+# Output at once, and a stack when a rank crashes; the user's own values win.
+_PYTHON = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 # Variables whose absence elsewhere is hard to find; other hosts may have their own.
 _PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
@@ -152,7 +154,7 @@ def run_elastic(
         what.page.about(job)
     page_job = job
     inherited = environment.inherited()
-    common = {"PYTHONUNBUFFERED": "1", "HORORING_ELASTIC": "1", "HORORING_JOB": job}
+    common = {"HORORING_ELASTIC": "1", "HORORING_JOB": job}
     payload = None if what.payload is None else memory_file("payload", what.payload)
     compared = _compared(what)
     stores: dict[bool, str] = {}  # the store's address, by whether a process is on this host
@@ -181,6 +183,7 @@ def run_elastic(
     def make_program(number: int, slot: Slot) -> Program:
         here = is_local(slot.host)
         variables = {
+            **_PYTHON,
             **(inherited if here else {}),
             **common,
             **what.variables,
@@ -285,7 +288,7 @@ def _assign(
 ) -> None:
     size = len(what.placed)
     # Not the variables that an outer job has set for this process.
-    inherited = {"PYTHONUNBUFFERED": "1", **environment.inherited(), **what.variables}
+    inherited = {**_PYTHON, **environment.inherited(), **what.variables}
     given = {name: text for name, text in what.variables.items() if name.startswith("MASTER_")}
     environments = {
         place.rank: {**plan.environment(place, size, rendezvous), **given} for place in what.placed
@@ -304,7 +307,7 @@ def _assign(
         host.message = {
             "directory": _directory(),
             "command": list(what.command),
-            "environment": {"PYTHONUNBUFFERED": "1", **what.variables},
+            "environment": {**_PYTHON, **what.variables},
             "ranks": [
                 {"rank": place.rank, "environment": environments[place.rank]}
                 for place in what.placed

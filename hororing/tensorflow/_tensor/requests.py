@@ -193,7 +193,7 @@ def _submit(
 ) -> tf.Tensor:
     root = request.root
     if not -(2**31) <= root < 2**31:  # the core's integers
-        raise ValueError(f"'{request.name}' (SUBMIT): root rank {root} is out of range")
+        raise ValueError(f"'{request.name}': root rank {root} is out of range")
     dtypes = [tensor.dtype for tensor in request.tensors]
     preallocated = request.collective not in (ALLGATHER, ALLTOALL)
     splits = request.splits

@@ -44,7 +44,7 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
     if not state.has_engine():
         if not of_all and size != dist.get_world_size():
             raise ValueError(
-                f"process group {options.group_id} of ranks {list(ranks)}: the engine does not run "
+                f"process group {options.group_id} of ranks {list(ranks)}: hororing does not run "
                 'yet, and all ranks must start it; call init_process_group("hororing") or '
                 "hororing.torch.init() before"
             )

@@ -172,7 +172,7 @@ TEST(a_second_device_and_a_captured_stream_are_refused_and_the_job_goes_on) {
     StreamEvents events;
     Status status = player.engine->MarkReady(5, {nullptr}, &events, entry.get());
     CHECK(status.code() == Code::kInvalidArgument);
-    CHECK(Contains(status.message(), "'y' (SUBMIT): the tensor is on CUDA device 5"));
+    CHECK(Contains(status.message(), "'y': the tensor is on CUDA device 5"));
     CHECK(Contains(status.message(), "one process per GPU"));
     int64_t last = 0;
     fake_gpu_synchronize(gpu.stream);

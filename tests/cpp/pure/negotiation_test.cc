@@ -294,7 +294,7 @@ TEST(a_mismatch_names_the_tensor_and_groups_values_by_rank) {
   CHECK_EQ(status.rank(), 2);
   CHECK(status.code() == Code::kMismatch);
   CHECK(Contains(status.message(),
-                 "allreduce 'layer3.weight' (NEGOTIATE): shapes differ: ranks 0,1,3: [256, 128]; "
+                 "allreduce 'layer3.weight': shapes differ: ranks 0,1,3: [256, 128]; "
                  "rank 2: [256, 64]. Every rank must pass the same shape"));
 }
 

@@ -413,7 +413,7 @@ def case_tensors_of_a_reduction_must_not_share_memory() -> None:
         ([y, x[:-1], x[1:]], "tensors 1 and 2"),
         ([x[5:9], y, y.copy(), x], "tensors 0 and 3"),
     ):
-        with raises(ValueError, f"allreduce 'tied' (SUBMIT): {named} of the group share memory"):
+        with raises(ValueError, f"allreduce 'tied': {named} of the group share memory"):
             hvd.grouped_allreduce_(several, op=hvd.Sum, name="tied")
     hvd.grouped_allreduce_([x[:9], y, x[9:]], op=hvd.Sum, name="tied")  # neighbours
     for result in hvd.grouped_allreduce([x, y, x], op=hvd.Max, name="only read"):

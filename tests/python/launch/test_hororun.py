@@ -296,7 +296,7 @@ def test_a_rank_that_ends_without_init_is_an_error_of_those_who_wait_for_it():
     assert "PeerLostError: init: rank 1 has ended without calling init()" in done.stderr
 
 
-def test_the_first_failure_is_shown_and_ends_the_job():
+def test_the_first_failure_is_shown_and_ends_the_job(tmp_path: Path):
     script = (
         "import os, sys, time\n"
         "if os.environ['RANK'] != '2': print('here', flush=True); time.sleep(600)\n"
@@ -305,6 +305,9 @@ def test_the_first_failure_is_shown_and_ends_the_job():
     )
     done = run("-np", "3", sys.executable, "-c", script)
     assert done.returncode == 7
+    last = [*(f"[2] line {n}" for n in range(10, 20)), "hororun: rank 2 has failed with exit code 7"]
+    assert done.stderr.splitlines()[-11:] == last  # once
+    done = run("-np", "3", "--output", str(tmp_path), sys.executable, "-c", script)
     last = done.stderr.splitlines()[-11:]
     assert last[0] == (
         "hororun: rank 2 has failed with exit code 7; the last lines of its standard error:"
@@ -327,9 +330,8 @@ def test_the_last_lines_are_those_of_the_rank_that_the_first_one_names():
     done = run("-np", "3", *sh(script))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-2:] == [
-        "hororun: rank 0 has failed with exit code 1, because of rank 2; the last lines of rank 2"
-        "'s standard error:",
-        "hororun:     ValueError: bad",
+        "[0] a.PeerLostError: rank 2 failed: ValueError: bad",
+        "hororun: rank 0 has failed with exit code 1, because of rank 2",
     ]
 
 
@@ -437,7 +439,7 @@ def test_many_lines_stay_whole_and_in_order(tmp_path: Path):
         wanted = [f"[{rank}] {n} of {rank} is a line" for n in range(200)]
         assert mine == (wanted if rank else [])
     done = run("-np", "11", "--output", str(tmp_path / "out"), *sh("printf $RANK; echo e >&2"))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[ 0] 0\n", "[ 0] e\n")
     assert (tmp_path / "out/rank.03/stdout").read_text() == "3"
     assert (tmp_path / "out/rank.10/stderr").read_text() == "e\n"
 
@@ -687,8 +689,8 @@ def test_a_failure_on_another_host_is_named_and_ends_all(rsh: str):
     script = "echo $RANK says >&2; [ $RANK = 1 ] && exit 5; sleep 600"
     done = run("-H", "localhost:1,b:1,c:1", "--rsh-agent", rsh, *sh(script))
     assert done.returncode == 5
-    assert "rank 1 on host b has failed with exit code 5; the last" in done.stderr
-    assert "hororun:     1 says" in done.stderr
+    assert "[1] 1 says\n" in done.stderr
+    assert "hororun: rank 1 on host b has failed with exit code 5\n" in done.stderr
 
 
 def test_an_agent_that_dies_ends_the_job(rsh: str, started: Callable[..., subprocess.Popen[str]]):
