@@ -13,7 +13,7 @@ extension; `hororun` is the launcher, torch_backend what `import torch` finds. A
 with "_" is private. The private floors, each of which knows only those before it: config and
 errors < _job (how this process becomes rank r of n) < _engine (the engine of this process) <
 _requests (from a tensor to a request and back) < _api (Horovod's names) < _adapters (what adapters
-share).
+share) < guard (what notices wrong replicas).
 """
 
 from __future__ import annotations

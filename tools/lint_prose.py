@@ -61,7 +61,7 @@ def counters() -> Iterator[str]:
     header = (ROOT / "csrc/capi/hororing.h").read_text()
     struct = header.partition("typedef struct hr_stats {")[2].partition("} hr_stats;")[0]
     counted = re.findall(r"\w+", " ".join(re.findall(r"int64_t ([\w, ]+);", struct)))
-    for name in explained ^ {*counted, "compression", "groups"}:
+    for name in explained ^ {*counted, "compression", "groups", "guard"}:
         yield f"docs/scheduling.md: counter {name} is in the table or in the code only"
 
 

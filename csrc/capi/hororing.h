@@ -333,7 +333,7 @@ int hr_timeline_start(const char* path, int32_t mark_cycles);
 int hr_timeline_stop(void);
 int hr_timeline_enabled(void);
 int64_t hr_now_ns(void);
-/* stage: 0 HOOK, 1 VIEW, 2 SUBMIT (trace/trace.h); drawn on the caller's row. */
+/* stage: 0 HOOK, 1 VIEW, 2 SUBMIT, 9 GUARD (trace/trace.h); drawn on the caller's row. */
 void hr_trace_span(int32_t stage, const char* tensor, int64_t begin_ns, int64_t end_ns,
                    int64_t bytes);
 

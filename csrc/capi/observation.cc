@@ -87,10 +87,9 @@ HR_EXPORT int64_t hr_now_ns(void) { return NowNs(); }
 HR_EXPORT void hr_trace_span(int32_t stage, const char* tensor, int64_t begin_ns, int64_t end_ns,
                              int64_t bytes) try {
   const std::shared_ptr<Engine> engine = CurrentEngine();
-  if (engine == nullptr || stage < static_cast<int32_t>(Stage::kHook) ||
-      stage > static_cast<int32_t>(Stage::kSubmit)) {
-    return;
-  }
+  const bool of_callers =
+      stage >= static_cast<int32_t>(Stage::kHook) && stage <= static_cast<int32_t>(Stage::kSubmit);
+  if (engine == nullptr || !(of_callers || stage == static_cast<int32_t>(Stage::kGuard))) return;
   engine->trace().Span(static_cast<Stage>(stage), Track::kCaller, Text(tensor), begin_ns, end_ns,
                        bytes);
 }

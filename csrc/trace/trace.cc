@@ -6,7 +6,7 @@ namespace hororing {
 
 const char* Name(Stage stage) {
   constexpr const char* kNames[] = {"HOOK", "VIEW",   "SUBMIT", "NEGOTIATE", "PLAN",
-                                    "PACK", "REDUCE", "UNPACK", "COMPLETE"};
+                                    "PACK", "REDUCE", "UNPACK", "COMPLETE",  "GUARD"};
   return kNames[static_cast<size_t>(stage)];
 }
 

@@ -26,6 +26,7 @@ enum class Stage : uint8_t {
   kReduce = 6,
   kUnpack = 7,
   kComplete = 8,
+  kGuard = 9,  // something that a guard of the package has found
 };
 const char* Name(Stage stage);  // "HOOK", ...
 

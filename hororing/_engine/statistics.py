@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from hororing._engine import state
@@ -14,7 +15,8 @@ def statistics() -> dict[str, int]:
 
     Never blocks. The counters are read one after another while the engine runs; docs/scheduling.md
     explains them. ``"groups"`` holds the groups of ``DistributedOptimizer(groups="auto")``, by
-    optimizer, and ``"compression"`` the choices of ``Compression.auto``.
+    optimizer, ``"compression"`` the choices of ``Compression.auto``, and ``"guard"`` the counts of
+    guards: steps, comparisons, and findings by kind.
 
     Examples
     --------
@@ -27,18 +29,23 @@ def statistics() -> dict[str, int]:
     counters = ffi.new("hr_stats *")
     lib.hr_stats_now(counters)
     found: dict[str, Any] = {name: getattr(counters, name) for name in dir(counters)}
-    return found | {kind: dict(each.values()) for kind, each in _shown.items()}
+    shown = {
+        kind: {name: dict(values) for name, values in each.values()}
+        for kind, each in _shown.items()
+    }
+    return found | shown
 
 
 # What live optimizers show, by kind, each with the optimizer's name.
-_shown: dict[str, weakref.WeakKeyDictionary[object, tuple[str, dict[str, float]]]] = {
+_shown: dict[str, weakref.WeakKeyDictionary[object, tuple[str, Mapping[str, float]]]] = {
     "groups": weakref.WeakKeyDictionary(),
     "compression": weakref.WeakKeyDictionary(),
+    "guard": weakref.WeakKeyDictionary(),
 }
 
 
-def show(kind: str, owner: object, optimizer: str, values: dict[str, float]) -> None:
-    """Include an optimizer's "groups" or "compression" in `statistics` while `owner` lives."""
+def show(kind: str, owner: object, optimizer: str, values: Mapping[str, float]) -> None:
+    """Include "groups" or "compression" of an optimizer, or a "guard", while `owner` lives."""
     _shown[kind][owner] = optimizer, values
 
 

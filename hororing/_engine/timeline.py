@@ -11,6 +11,7 @@ from hororing._engine.core import check, fail, lib
 
 _HOOK: Final = 0
 _VIEW: Final = 1
+_GUARD: Final = 9
 
 
 def enabled() -> bool:
@@ -36,6 +37,12 @@ def trace_hook(name: str, begin_ns: int) -> None:
 def trace_view(name: str, begin_ns: int, size_bytes: int) -> None:
     """Draw VIEW of one gradient, until now."""
     lib.hr_trace_span(_VIEW, name.encode(), begin_ns, lib.hr_now_ns(), size_bytes)
+
+
+def trace_guard(text: str) -> None:
+    """Draw GUARD, now: something that a guard has found."""
+    now = lib.hr_now_ns()
+    lib.hr_trace_span(_GUARD, text.encode(), now, now, 0)
 
 
 def absolute(path: str | os.PathLike[str]) -> str:

@@ -120,6 +120,7 @@ BYTES = Form(
 )
 PATH = Form("a path", str)
 NETWORKS = Form("addresses or names of networks, separated by commas", str)
+OPTIONS = Form("name=value, separated by commas", str)
 CORES = Form(
     "core numbers separated by commas, one for each rank of a host",
     _parse_cores,

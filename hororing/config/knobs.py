@@ -16,6 +16,7 @@ from hororing.config.forms import (
     CORES,
     LEVEL,
     NETWORKS,
+    OPTIONS,
     PATH,
     STEPS,
     Form,
@@ -211,6 +212,15 @@ KNOBS: tuple[Knob, ...] = (
         True,
         "compare the parameters of all ranks in the first training step after `init()` and after "
         "`join()`; a difference is a MismatchError",
+        scope="all",
+    ),
+    Knob(
+        "GUARD",
+        OPTIONS,
+        None,
+        "guard every distributed optimizer, and DistributedDataParallel over our backend, with "
+        "these options of Guard: every=100, on_divergence=warn, ignore=PATTERN (several times); "
+        "1: those by default; unset: no guard",
         scope="all",
     ),
     Knob(

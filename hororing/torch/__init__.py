@@ -25,6 +25,7 @@ from hororing.torch import elastic, ops, state
 from hororing.torch import mpi_ops as mpi_ops
 from hororing.torch._optimizer import trained_alone as trained_alone
 from hororing.torch.compression import Compression
+from hororing.torch.guard import Guard
 from hororing.torch.ops import *  # noqa: F403
 from hororing.torch.optimizer import DistributedOptimizer
 from hororing.torch.state import *  # noqa: F403
@@ -33,6 +34,7 @@ from hororing.torch.sync_batch_norm import SyncBatchNorm
 __all__ = [
     "Compression",
     "DistributedOptimizer",
+    "Guard",
     "SyncBatchNorm",
     "elastic",
 ]

@@ -34,6 +34,7 @@ from hororing.torch._optimizer.distributed import Distributed, Settings, paramet
 from hororing.torch._optimizer.grouping import Grouping
 from hororing.torch.compression.auto import Auto, Chosen, note_loss
 from hororing.torch.compression.grouping import Compressed, check_compressed
+from hororing.torch.guard import guard_optimizer
 
 grad_scaler.teach()
 
@@ -182,6 +183,7 @@ def become(
     distributed: Any = type(base.__name__, (mixin, base), namespace)
     optimizer.__class__ = distributed
     optimizer._become_distributed(passes, named or [])  # type: ignore[attr-defined]
+    guard_optimizer(optimizer)
     return optimizer
 
 

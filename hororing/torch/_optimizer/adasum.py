@@ -76,9 +76,8 @@ class Deltas(Following):
         self.step.tracing = timeline.enabled()
         before: _Before = deque()
         entries = self.follow()
-        if self.check.is_due:
-            self.check.send(self, self.step.failures)
-        self.check.receive(self.step.failures, self.abandon)
+        self.send_checks()
+        self.receive_checks()
         if self.step.failures:
             raise self.step.failures.pop()
         for param, delta in entries:

@@ -20,6 +20,7 @@ from hororing._requests import arguments
 from hororing._requests.compression import StatefulCompression
 from hororing._requests.process_sets import global_process_set
 from hororing.elastic.steps import Steps
+from hororing.torch._optimizer.first_reduction import Watcher
 from hororing.torch._optimizer.following import Following
 from hororing.torch._optimizer.grouping import Grouping
 from hororing.torch._optimizer.reducer import Reducer, process_set_changed
@@ -49,6 +50,7 @@ class Distributed(torch.optim.Optimizer):
     _reducer: Following | None = None  # None if this rank reduces with no other rank
     # The steps of its elastic state, if each step is a transaction of all ranks.
     _steps: Steps | None = None
+    _watch: Watcher | None = None  # of its guard
     _ranks_differ = False  # ranks may have different parameters, and nothing is wrong
     _why_no_weights = ""  # the reason, if its backward passes cannot have weights
     backward_passes_per_step: int
@@ -82,6 +84,18 @@ class Distributed(torch.optim.Optimizer):
         )
         self._reducer.check.is_off = self._ranks_differ
         self._parameter_names = self._reducer.names
+        self._reducer.watch = self._watch
+
+    @property
+    def watch(self) -> Watcher | None:
+        """What compares replicas in reductions: hororing/torch/guard.py."""
+        return self._watch
+
+    @watch.setter
+    def watch(self, watch: Watcher | None) -> None:
+        self._watch = watch
+        if self._reducer is not None:
+            self._reducer.watch = watch
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -41,6 +41,13 @@ class Reducing(Protocol):
     def abandon(self) -> None: ...
 
 
+class Watcher(Protocol):
+    """What a guard does in each reduction, on all ranks. Both may raise."""
+
+    def send(self, reductions: int) -> None: ...  # after so many; does not block
+    def receive(self) -> None: ...
+
+
 _living: WeakSet[Reducing] = WeakSet()
 
 

@@ -15,11 +15,11 @@ import torch
 from hororing._adapters.optimizer_options import Reduction
 from hororing._requests.persistent import QUEUED, SENT
 from hororing._requests.process_sets import check_member
-from hororing.torch._optimizer.first_reduction import FirstReduction
+from hororing.torch._optimizer.first_reduction import FirstReduction, Watcher
 from hororing.torch._optimizer.gradient import Gradient
 from hororing.torch._optimizer.grouping import Entry, Grouping
 from hororing.torch._optimizer.sharing import Owner, Sharing
-from hororing.torch._optimizer.step import Listener, Phase, Step
+from hororing.torch._optimizer.step import Listener, Phase, Step, collect
 from hororing.torch._optimizer.weights import Weights
 from hororing.torch._tensor.uncompiled import leave_uncompiled
 
@@ -58,6 +58,7 @@ class Following(Listener, Owner, ABC):
         self._entries: list[Entry] = []
         self.reductions = 0
         self.check = FirstReduction(self, optimizer)
+        self.watch: Watcher | None = None
         self.release = weakref.finalize(optimizer, self._release)
         self.release.atexit = False
         self.follow()
@@ -140,6 +141,21 @@ class Following(Listener, Owner, ABC):
         self._gradients.clear()
         self._names, self._entries, self._followed = {}, [], []
         self.sharing.hold(())
+
+    def send_checks(self) -> None:
+        """Send what ranks compare in this reduction. `receive_checks` waits for it."""
+        if self.check.is_due:
+            self.check.send(self, self.step.failures)
+        if self.watch is not None:
+            with collect(self.step.failures):
+                self.watch.send(self.reductions)
+
+    def receive_checks(self) -> None:
+        """Append the errors of what is compared to the failures of the step."""
+        self.check.receive(self.step.failures, self.abandon)
+        if self.watch is not None:
+            with collect(self.step.failures):
+                self.watch.receive()
 
     # -- in a step ------------------------------------------------------------------------------
 

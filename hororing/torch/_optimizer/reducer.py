@@ -162,8 +162,7 @@ class Reducer(Following):
         if step.phase is Phase.SENT:
             return
         self._check_set()
-        if self.check.is_due:
-            self.check.send(self, step.failures)
+        self.send_checks()
         if weights.used:
             weights.end_passes(step.passes, hooked=not self.sharing.in_step)
         if step.queued:  # in order of arrival
@@ -203,7 +202,7 @@ class Reducer(Following):
         step = self.step
         self.send_remaining()
         step.check_versions()
-        self.check.receive(step.failures, self.abandon)
+        self.receive_checks()
         with torch.no_grad():
             self.grouping.before_wait()
             self._wait_for(self._entries)

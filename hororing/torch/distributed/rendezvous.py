@@ -26,6 +26,7 @@ from hororing._requests.names import WORLD_SET
 from hororing._requests.objects import broadcast_object
 from hororing.errors import HororingInternalError
 from hororing.torch.distributed.group import ProcessGroup
+from hororing.torch.guard import guard_parallel_models
 
 # torch's stubs lack many names.
 dist: Any = torch_distributed
@@ -53,6 +54,7 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
     _check(rank, size, of_all)
     # The name of a group, which is part of its store's prefix, may differ between members.
     store = options.store if of_all else dist.distributed_c10d._get_default_store()
+    guard_parallel_models()
     return ProcessGroup(rank, ranks, timeout, store, _leave if leaves else _nothing)
 
 

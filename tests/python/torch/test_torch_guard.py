@@ -1,0 +1,394 @@
+"""The guard of PyTorch: it names the tensor, the rank and the steps, and is silent otherwise.
+
+Cases on 3 ranks in the job of the other files of PyTorch: push tier, 3 s.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import session
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hororing.torch as hvd
+from hororing.guard import options as guard_options
+from hororing.torch import guard as of_torch
+
+EVERY = 4
+
+
+def case_start() -> None:
+    hvd.init(process_sets="dynamic")
+    dist.init_process_group("hororing")
+    torch.set_num_threads(1)
+
+
+class Model(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(5, 7, dtype=dtype)
+        self.norm = nn.BatchNorm1d(7, dtype=dtype)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(7, 3, dtype=dtype)
+        self.register_buffer("scale", torch.ones(3, dtype=dtype))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.drop(self.norm(self.first(inputs)))) * self.scale
+
+
+class Training:
+    """A model that trains on other data on each rank."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        self.model = Model(dtype)
+        self.optimizer: Any = torch.optim.Adam(self.model.parameters(), 1e-2)
+        self.optimizer = hvd.DistributedOptimizer(
+            self.optimizer, self.model.named_parameters(), **options
+        )
+        self.data = torch.Generator().manual_seed(hvd.rank())
+
+    def guard(self, **options: Any) -> hvd.Guard:
+        self.found: list[Any] = []
+        options.setdefault("on_divergence", self.found.append)
+        return hvd.Guard(self.model, self.optimizer, **{"every": EVERY, **options})
+
+    def step(self, count: int = 1, *, takes: bool = True) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            inputs = torch.randn(4, 5, generator=self.data).to(self.model.scale.dtype)
+            self.model(inputs).square().mean().backward()
+            if takes:
+                self.optimizer.step()
+
+
+def flip(tensor: torch.Tensor, at: int, bit: int) -> None:
+    words = {2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
+    flat = tensor.detach().reshape(-1).view(words)
+    flat[at] ^= torch.tensor(1 << bit).to(words)
+
+
+@contextmanager
+def log() -> Iterator[list[logging.LogRecord]]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("hororing")
+    logger.addHandler(handler)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+
+
+def case_a_flipped_bit_is_named() -> None:
+    numbers = torch.Generator().manual_seed(5)
+
+    def draw(limit: int) -> int:
+        return int(torch.randint(limit, (), generator=numbers))
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for of in ("parameter", "buffer", "optimizer"):
+            training = Training(dtype)
+            guard = training.guard()
+            done = EVERY + 1 + draw(EVERY - 1)
+            training.step(done)
+            model, state = training.model, training.optimizer.state
+            name, tensor = {
+                "parameter": ("first.weight", model.first.weight),
+                "buffer": ("scale", model.scale),
+                "optimizer": ("last.bias: exp_avg", state[model.last.bias]["exp_avg"]),
+            }[of]
+            culprit, at, bit = draw(hvd.size()), draw(tensor.numel()), draw(8)
+            if hvd.rank() == culprit:
+                flip(tensor, at, bit)
+            training.step(2 * EVERY - done)
+            assert not training.found
+            training.step()
+            (finding,) = training.found
+            assert finding.last_equal == EVERY
+            assert (finding.step, finding.ranks) == (2 * EVERY, [culprit])
+            assert name in [each.name for each in finding.differences]
+            first = name.partition(":")[0]  # which a moment changes, unless that is too little
+            assert finding.tensor in (name, first)
+            assert finding.elements >= 1
+            assert finding.largest > 0
+            if finding.tensor != name:
+                assert "Likely: its exp_avg was changed" in str(finding)
+            if of == "buffer":  # nothing else changes it
+                assert finding.at == [at]
+                assert "one flipped bit" in str(finding)
+            text = (
+                f"replicas differ at step 8 (last equal at 4): {finding.tensor} on rank {culprit} ("
+            )
+            assert str(finding).startswith(text)
+            assert guard.report()["findings"][0]["text"] == str(finding)
+
+
+def case_nothing_is_reported_of_what_may_differ() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        training = Training(dtype)
+        guard = training.guard(every=1, on_divergence="error")
+        torch.manual_seed(hvd.rank())  # dropout
+        for step in range(12):
+            training.model.cache = torch.full((step + 1,), float(hvd.rank()))
+            training.step()
+        report = guard.report()
+        assert report["comparisons"] == 11
+        assert report["last_equal"] == 11
+        assert report["findings"] == []
+        assert report["excluded"]["batch norm"] == [
+            "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"
+        ]  # fmt: skip
+        assert report["excluded"]["not in state_dict"] == ["cache"]
+        assert hvd.statistics()["guard"]["guard.first.bias"] == {"steps": 11, "comparisons": 11}
+
+
+def case_an_error_is_raised_on_all_ranks_and_training_goes_on() -> None:
+    training = Training()
+    training.guard(on_divergence="error")
+    training.step(EVERY)
+    if hvd.rank() == 1:
+        training.optimizer.param_groups[0]["lr"] = 0.5
+        training.model.scale += 1
+    with pytest.raises(hvd.MismatchError, match=r"scale on rank 1 .*different settings: lr") as got:
+        training.step()
+    assert got.value.rank == 1
+    assert re.search(r"lr of group 0 \(|1 more of \d+ differ: lr of group 0", str(got.value))
+    training.optimizer.param_groups[0]["lr"] = 0.1
+    training.model.scale.fill_(1)
+    training.optimizer.zero_grad()
+    for param in training.model.parameters():
+        hvd.broadcast_(param.data, 0)
+    training.step(2 * EVERY)
+
+
+def case_the_log_names_it_once() -> None:
+    training = Training()
+    guard = training.guard(on_divergence="warn", every=2)
+    training.step(2)
+    if hvd.rank() == 2:
+        training.model.scale += 1
+    with log() as records:
+        training.step(5)
+    assert [each["step"] for each in guard.report()["findings"]] == [2, 4, 6]
+    found = [record for record in records if "replicas differ" in record.getMessage()]
+    assert len(found) == (1 if hvd.rank() == 0 else 0)
+    for record in found:
+        assert record.finding["ranks"] == [2]  # type: ignore[attr-defined]
+
+
+def case_the_majority_repairs_the_others() -> None:
+    training = Training()
+    guard = training.guard(on_divergence="repair", every=2)
+    training.step(2)
+    if hvd.rank() == 1:
+        training.optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+        flip(training.model.first.weight, 2, 20)
+        training.optimizer.state[training.model.last.bias]["exp_avg_sq"].add_(1)
+    training.step(takes=hvd.rank() != 1)
+    training.step(6)
+    found = [(each["step"], each["repaired"]) for each in guard.report()["findings"]]
+    assert found == [(2, True), (4, True)]
+    assert guard.report()["last_equal"] == 8
+    assert training.optimizer.param_groups[0]["betas"][0] == pytest.approx(0.9)
+    assert (
+        hvd.allgather_object(training.model.first.weight.sum().item()).count(
+            training.model.first.weight.sum().item()
+        )
+        == hvd.size()
+    )
+
+
+def case_without_a_majority_it_is_an_error() -> None:
+    training = Training()
+    training.guard(on_divergence="repair", every=2)
+    training.step(2)
+    training.model.scale += hvd.rank()
+    with pytest.raises(hvd.MismatchError, match=r"scale has 3 values.*Not repaired") as got:
+        training.step()
+    assert got.value.rank == -1
+
+
+def case_a_step_left_out_is_named() -> None:
+    training = Training()
+    training.guard()
+    training.step(5)
+    training.step(takes=hvd.rank() != 2)
+    training.step(3)
+    (finding,) = training.found
+    assert finding.ranks == [2]
+    assert "steps taken" in str(finding)
+    assert "has left out optimizer.step()" in str(finding)
+    (taken,) = [each for each in finding.differences if each.name == "steps taken"]
+    assert taken.values == [8, 7]
+
+
+def case_a_replaced_parameter_is_named() -> None:
+    training = Training()
+    training.guard()
+    training.step(2)
+    training.model.last.bias = nn.Parameter(torch.zeros(3))
+    training.step(3)
+    (finding,) = training.found
+    assert "last.bias is not the tensor that the optimizer trains" in str(finding)
+
+
+def case_state_of_one_rank_only() -> None:
+    training = Training()
+    training.guard()
+    training.step(2)
+    if hvd.rank() == 0:
+        del training.optimizer.state[training.model.last.bias]["exp_avg"]
+        training.optimizer.step = lambda: None
+    training.step(3)
+    (finding,) = training.found
+    assert finding.ranks == [0]
+    assert "last.bias: exp_avg (float32[3], which is missing) on rank 0" in str(finding)
+    hvd.barrier()
+
+
+def case_names_are_ignored_by_patterns() -> None:
+    training = Training()
+    guard = training.guard(ignore=["scale", "*: exp_avg*"])
+    training.step(EVERY)
+    training.model.scale += hvd.rank()
+    training.optimizer.state[training.model.last.bias]["exp_avg"] += hvd.rank()
+    training.step(EVERY)
+    assert not training.found or "scale" not in str(training.found)
+    assert "scale" in guard.report()["excluded"]["ignore"]
+
+
+def case_a_rank_that_has_joined_takes_no_part() -> None:
+    training = Training()
+    training.guard(every=2)
+    training.step(3)
+    if hvd.rank() == 0:
+        hvd.join()
+    else:
+        if hvd.rank() == 2:
+            training.model.scale += 1
+        training.step(4)
+        assert len(training.found) == 2
+        assert training.found[0].differences[0].groups == [[1], [2]]
+        assert training.found[0].ranks == []
+        hvd.join()
+
+
+def case_a_process_set_has_its_own_guard() -> None:
+    members = hvd.add_process_set([0, 2])
+    training = Training(process_set=members)
+    training.guard(every=2)
+    training.step(3)
+    if hvd.rank() == 2:
+        training.model.scale += 1
+    training.step(2)
+    assert len(training.found) == (1 if members.included() else 0)
+    for finding in training.found:
+        assert finding.differences[0].groups == [[0], [2]]
+    hvd.remove_process_set(members)
+
+
+def parallel() -> tuple[Any, Any, Callable[[], None]]:
+    model = Model()
+    net = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    data = torch.Generator().manual_seed(hvd.rank())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        net(torch.randn(4, 5, generator=data)).square().mean().backward()
+        optimizer.step()
+
+    return net, optimizer, step
+
+
+def case_distributed_data_parallel() -> None:
+    net, optimizer, step = parallel()
+    found: list[Any] = []
+    guard = hvd.Guard(net, optimizer, every=2, on_divergence=found.append)
+    for _ in range(4):
+        step()
+    assert not found
+    if hvd.rank() == 1:
+        flip(net.module.first.weight, 3, 12)
+    for _ in range(2):
+        step()
+    (finding,) = found
+    assert (finding.tensor, finding.ranks) == ("first.weight", [1])
+    assert (finding.step, finding.last_equal) == (4, 2)
+    assert "norm.running_mean" in guard.report()["excluded"]["batch norm"]
+    guard.close()
+
+
+def case_another_optimizer_counts_its_steps() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found: list[Any] = []
+    hvd.Guard(model, optimizer, every=3, on_divergence=found.append)
+    for step in range(8):
+        if step == 4 and hvd.rank() == 0:
+            model.last.weight.data[0, 0] += 1
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    (finding,) = found
+    assert (finding.tensor, finding.ranks, finding.last_equal) == ("last.weight", [0], 3)
+
+
+def case_by_the_environment() -> None:
+    text = "every=2,on_divergence=warn,ignore=first*"
+    chosen = guard_options.parse(text)
+    assert (chosen.every, chosen.on_divergence, chosen.ignore) == (2, "warn", ("first*",))
+    before = of_torch.from_environment
+    of_torch.from_environment = lambda: chosen  # type: ignore[assignment]
+    try:
+        training = Training()
+        of_torch.guard_parallel_models()
+        _, optimizer, step = parallel()
+        step()
+    finally:
+        of_torch.from_environment = before
+    for guarded in (training.optimizer, optimizer):
+        assert of_torch._guards[guarded]._watch.options is chosen
+    with log() as records:
+        training.step(2)
+        for each in (training.optimizer, optimizer):
+            each.param_groups[0]["lr"] += 0.01 * hvd.rank()
+        training.step()
+        step()
+        step()
+        step()
+    assert len(records) == (2 if hvd.rank() == 0 else 0)
+    for record in records:
+        assert "lr of group 0" in record.getMessage()
+    training.guard()  # replaces that of the environment
+    with pytest.raises(ValueError, match="has a guard already"):
+        training.guard()
+
+
+def test_wrong_options_are_refused() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for options, error, text in (
+        ({"every": -1}, ValueError, "every=-1"),
+        ({"every": "2"}, TypeError, "every='2'"),
+        ({"on_divergence": "fix"}, ValueError, "on_divergence='fix' must be one of"),
+        ({"ignore": [3]}, TypeError, "patterns"),
+    ):
+        with pytest.raises(error, match=text):
+            hvd.Guard(model, optimizer, **options)
+    for text in ("every", "evry=3", "every=x"):
+        with pytest.raises((ValueError, TypeError), match=f"HORORING_GUARD={text}"):
+            guard_options.parse(text)
+
+
+test_on_ranks = session.on_ranks(globals(), 3, push=[3], session="torch")
