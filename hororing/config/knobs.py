@@ -219,8 +219,8 @@ KNOBS: tuple[Knob, ...] = (
         OPTIONS,
         None,
         "guard every distributed optimizer, and DistributedDataParallel over our backend, with "
-        "these options of Guard: every=100, on_divergence=warn, ignore=PATTERN (several times); "
-        "1: those by default; unset: no guard",
+        "these options of Guard: every=100, on_divergence=warn, on_nonfinite=error, max_skips=10, "
+        "ignore=PATTERN (several times); 1: those by default; unset: no guard",
         scope="all",
     ),
     Knob(

@@ -122,6 +122,52 @@ class Finding:
         return text
 
 
+@dataclasses.dataclass
+class NonFinite:
+    """Gradients that are not finite, in one step, before they were reduced; the same on all ranks.
+
+    kind : "nonfinite".
+    step : the number of the step, counted from 1.
+    tensor : the first parameter, in order of backward, of the first rank that has any.
+    ranks, hosts : those that have any.
+    value : "NaN" or "infinite".
+    elements, size : how many of the elements of `tensor` are not finite, and how many it has.
+    finite_above : the parameter whose gradient was computed before, and is finite; "": none.
+    others : the names of further parameters, on any rank.
+    skipped : whether the step is skipped, on all ranks.
+    """
+
+    step: int
+    tensor: str
+    ranks: list[int]
+    hosts: list[str]
+    value: str
+    elements: int
+    size: int
+    finite_above: str
+    others: list[str]
+    skipped: bool = False
+    kind: str = "nonfinite"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain data, for JSON."""
+        return {**dataclasses.asdict(self), "text": str(self)}
+
+    def __str__(self) -> str:
+        text = (
+            f"gradient of {self.tensor} is {self.value} on rank {self.ranks[0]} ({self.hosts[0]}) "
+            f"at step {self.step}: {self.elements} of {self.size} elements; the first in order of "
+            "backward"
+        )
+        if self.finite_above:
+            text += f"; finite above it: {self.finite_above}"
+        if self.others:
+            text += f"; not finite either: {shorten(self.others)}"
+        if self.ranks[1:]:
+            text += f"; {ranks_text(self.ranks[1:])} also"
+        return text + ("; the step is skipped on all ranks" if self.skipped else "")
+
+
 def shorten(parts: Sequence[Any]) -> str:
     """Return the first parts, and how many more there are."""
     more = [f"{len(parts) - _SHOWN} more"] if len(parts) > _SHOWN else []

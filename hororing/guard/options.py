@@ -10,6 +10,7 @@ from typing import Any, Final
 from hororing import config
 
 ON_DIVERGENCE: Final = ("error", "warn", "repair")
+ON_NONFINITE: Final = ("warn", "error", "skip")
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,17 @@ class Options:
         What happens on all ranks when replicas differ.
     ignore : patterns of names, as for `fnmatch`
         Tensors that are not compared.
+    on_nonfinite : "warn", "error", "skip" or None
+        What happens on all ranks when a gradient of one is infinite or NaN; None: nobody looks.
+    max_skips : int
+        How many steps may be skipped in a row.
     """
 
     every: int = 100
     on_divergence: str | Callable[[Any], object] = "error"
     ignore: tuple[str, ...] = ()
+    on_nonfinite: str | None = "warn"
+    max_skips: int = 10
 
     def ignores(self, name: str) -> bool:
         """Whether the tensor is not compared."""
@@ -35,11 +42,14 @@ class Options:
 
 def checked(what: str, **given: Any) -> Options:
     """Return the options. ValueError or TypeError, which name `what`, for a wrong one."""
-    every = given["every"]
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"{what}: every={every!r} must be a number of steps")
-    if every < 0:
-        raise ValueError(f"{what}: every={every} must not be negative; 0 compares never")
+    for name in {"every", "max_skips"} & given.keys():
+        number = given[name]
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{what}: {name}={number!r} must be a number of steps")
+        if number < 0:
+            raise ValueError(f"{what}: {name}={number} must not be negative; 0: none")
+    if given.get("on_nonfinite") is not None:
+        _check_choice(what, "on_nonfinite", given["on_nonfinite"], ON_NONFINITE, " or None")
     chosen = given.get("on_divergence", "error")
     if not callable(chosen):
         _check_choice(what, "on_divergence", chosen, ON_DIVERGENCE, " or a function")

@@ -11,22 +11,38 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
 import hororing.numpy as hvd
 from hororing._engine import state, statistics, timeline
 from hororing._engine.logs import logger
+from hororing._requests import arguments, handles
 from hororing._requests.process_sets import ProcessSet
 from hororing.errors import MismatchError
 from hororing.guard import comparison, findings
 from hororing.guard.comparison import Bytes, Item
-from hororing.guard.findings import Finding
+from hororing.guard.findings import Finding, NonFinite
 from hororing.guard.options import Options
 
 _VALUES: Final = 8  # of a setting, in a finding
 _KEPT: Final = 1000  # findings
+_TOLD: Final = 50  # gradients, in a finding
+
+
+class Note(NamedTuple):
+    """A gradient that is not finite, on this rank: see `NonFinite`."""
+
+    name: str
+    value: str
+    elements: int
+    size: int
+    finite_above: str
+
+
+def _tell(notes: Sequence[Note], scale: float | None) -> tuple[float | None, list[Note]]:
+    return scale, list(notes[:_TOLD])
 
 
 class Source(Protocol):
@@ -44,6 +60,12 @@ class Source(Protocol):
     def write(self, name: str, raw: Bytes) -> None:
         """Overwrite a tensor."""
 
+    def settle(self) -> None:
+        """Wait for devices until all gradients that are not finite are noted."""
+
+    def scale(self) -> float | None:
+        """Return what losses are multiplied by now; None: they are not."""
+
     def replaced(self) -> Sequence[str]:
         """Return the parameters of the model that are not those of its optimizer."""
 
@@ -58,7 +80,7 @@ class Watch:
         self, name: str, source: Source, options: Options, process_set: ProcessSet
     ) -> None:
         self.options = options
-        self.findings: list[Finding] = []
+        self.findings: list[Finding | NonFinite] = []
         self.last_equal: int | None = None
         self._name = f"guard.{name}"
         self._source, self._process_set = source, process_set
@@ -72,14 +94,30 @@ class Watch:
         self._replaced: Sequence[str] = ()
         self._counts: Counter[str] = Counter()
         self._spent_s = 0.0
-        self._reported: tuple[str, ...] = ()  # the names of the latest warning
+        self._reported: dict[str, tuple[str, ...]] = {}  # names in the latest warning, by kind
+        self._flags = 0  # the handle of the latest
+        self._notes: list[Note] = []  # of this rank, since the last flags
+        self._sent: list[Note] = []
+        self._in_a_row = 0  # steps with such gradients
+        self._skips = False
+
+    @property
+    def _alone(self) -> bool:
+        """Whether this rank trains with no other."""
+        return len(self._process_set.ranks) < 2 or not self._process_set.included()
 
     # -- in a reduction ---------------------------------------------------------------------------
 
     def send(self, reductions: int) -> None:
-        """Send the digests, if that is due after so many reductions. Does not block."""
+        """Send what is due after so many reductions, in the next one. Does not block."""
+        self.send_digests(reductions)
+        self.send_flags()
+
+    def send_digests(self, reductions: int) -> None:
+        """Send the digests of replicas, if they are due. Does not block."""
         if self._era != state.process.era:
             self._era, self._first, self._handle = state.process.era, reductions, 0
+            self._flags, self._sent = 0, []
             self._before = self._counts["steps"]
             self._source.begin()
         count = reductions - self._first
@@ -89,7 +127,9 @@ class Watch:
             self.start(self._counts["steps"])
 
     def receive(self) -> None:
-        """Wait for the digests of the others, if some were sent. Raises as the options say."""
+        """Wait for what the others have sent, if this rank has. Raises as the options say."""
+        if self._flags:
+            self._receive_flags()
         if self._handle:
             self.finish()
 
@@ -101,7 +141,7 @@ class Watch:
 
     def start(self, step: int) -> None:
         """Send the digests of the state after `step`. Does not block."""
-        if len(self._process_set.ranks) < 2 or not self._process_set.included():
+        if self._alone:
             return
         began = time.perf_counter()
         items = sorted(self._source.items(), key=lambda each: each.name)
@@ -126,7 +166,8 @@ class Watch:
         self._counts["steps"] = max(summary.step, self._counts["steps"])
         statistics.show("guard", self, self._name, self._counts)
         if summary.equal and not summary.strangers:
-            self.last_equal, self._reported = summary.step, ()
+            self.last_equal = summary.step
+            self._reported.pop("divergence", None)
             return
         finding = Finding("divergence", summary.step, self.last_equal, compared=len(items))
         if summary.same_names:
@@ -134,6 +175,79 @@ class Watch:
         else:
             self._compare_names(finding, items)
         self.act(finding)
+
+    # -- gradients that are not finite ------------------------------------------------------------
+
+    def note(self, note: Note) -> None:
+        """Note a gradient of this rank that is not finite. Any thread may call it."""
+        self._notes.append(note)
+
+    def send_flags(self) -> None:
+        """Tell the others whether this rank has noted a gradient. Does not block."""
+        if self.options.on_nonfinite is None or self._flags:
+            return
+        self._source.settle()
+        self._sent, self._notes = self._notes, []
+        if self._alone:
+            if self._sent:
+                self._act_on_notes({hvd.rank(): _tell(self._sent, self._source.scale())})
+            else:
+                self._end_row()
+            return
+        self._flags = hvd.allreduce_async(
+            np.array([len(self._sent)]), name=f"{self._name}.finite", op=arguments.Max,
+            process_set=self._process_set,
+        )  # fmt: skip
+
+    def _receive_flags(self) -> None:
+        most = int(handles.wait(self._flags)[0])
+        self._flags = 0
+        sent, self._sent = self._sent, []
+        if most <= 0:
+            self._end_row()
+            return
+        told = comparison.gather(self._name, _tell(sent, self._source.scale()), self._process_set)
+        self._act_on_notes(told)
+
+    def _act_on_notes(self, told: Mapping[int, tuple[float | None, list[Any]]]) -> None:
+        """Do what the options say, on all ranks. `told`: what `_tell` returns on each rank."""
+        scales = [scale for scale, _ in told.values() if scale is not None]
+        if scales and max(scales) > 1:  # an overflow, after which GradScaler lowers its scale
+            self._counts["overflows"] += 1
+            return
+        self._in_a_row += 1
+        ranks = [rank for rank, (_, notes) in told.items() if notes]
+        first = Note(*told[ranks[0]][1][0])
+        others = {name: None for rank in ranks for name, *_ in told[rank][1]}
+        others.pop(first.name, None)
+        hosts = state.host_names()
+        skip = self.options.on_nonfinite == "skip"
+        finding = NonFinite(
+            self._counts["steps"] + 1, first.name, ranks, [hosts[rank] for rank in ranks],
+            first.value, first.elements, first.size, first.finite_above, list(others), skip,
+        )  # fmt: skip
+        self._note(
+            finding, (finding.tensor, *map(str, ranks)), raises=self.options.on_nonfinite == "error"
+        )
+        if self.options.on_nonfinite == "error":
+            raise FloatingPointError(str(finding))
+        if skip and self._in_a_row > self.options.max_skips:
+            raise FloatingPointError(
+                f"{finding}; {self.options.max_skips} steps before it were skipped, the most in a "
+                "row (max_skips)"
+            )
+        self._skips = skip and not scales  # else GradScaler skips it
+        self._counts["skipped"] += skip
+
+    def _end_row(self) -> None:
+        """Note a step whose gradients are finite on all ranks."""
+        self._in_a_row = 0
+        self._reported.pop("nonfinite", None)
+
+    def take_skip(self) -> bool:
+        """Return whether the present step is to be skipped, once."""
+        skips, self._skips = self._skips, False
+        return skips
 
     # -- what differs -----------------------------------------------------------------------------
 
@@ -220,7 +334,8 @@ class Watch:
         chosen = self.options.on_divergence
         if chosen == "repair":
             self._repair(finding)
-        self._note(finding)
+        names = tuple(each.name for each in finding.differences)
+        self._note(finding, names, raises=chosen == "error")
         if callable(chosen):
             chosen(finding)
         elif chosen == "error" or (chosen == "repair" and not finding.repaired):
@@ -245,17 +360,20 @@ class Watch:
         finding.repaired = True
         self.last_equal = finding.step
 
-    def _note(self, finding: Finding) -> None:
-        """Put it into the log (of one rank, once), the timeline, and the statistics."""
+    def _note(self, finding: Finding | NonFinite, key: tuple[str, ...], *, raises: bool) -> None:
+        """Put it into the timeline and the statistics; and into the log, of one rank.
+
+        Not again while `key` stays the same, nor what is raised.
+        """
         self.findings.append(finding)
         del self.findings[:-_KEPT]
         self._counts[finding.kind] += 1
         text = str(finding)
         if timeline.enabled():
             timeline.trace_guard(text)
-        names = tuple(each.name for each in finding.differences)
-        is_new, self._reported = names != self._reported, names
-        if is_new and self.options.on_divergence != "error":
+        is_new = key != self._reported.get(finding.kind)
+        self._reported[finding.kind] = key
+        if is_new and not raises:
             level = logger.warning if hvd.rank() == min(self._process_set.ranks) else logger.info
             level("%s", text, extra={"finding": finding.as_dict()})
 
@@ -268,6 +386,8 @@ class Watch:
             "steps": self._counts["steps"],
             "comparisons": self._counts["comparisons"],
             "last_equal": self.last_equal,
+            "skipped": self._counts["skipped"],
+            "overflows": self._counts["overflows"],
             "compared": self._compared,
             "excluded": excluded,
             "findings": [each.as_dict() for each in self.findings],

@@ -21,6 +21,8 @@ from hororing._requests.process_sets import ProcessSet, global_process_set
 from hororing.guard import Finding, Options, Watch
 from hororing.guard.options import checked, from_environment
 from hororing.torch._optimizer.distributed import Distributed
+from hororing.torch._optimizer.step import queue_callback
+from hororing.torch.finite import Finite
 from hororing.torch.guarded_tensors import Tensors
 
 _guards: weakref.WeakKeyDictionary[torch.optim.Optimizer, Guard] = weakref.WeakKeyDictionary()
@@ -56,6 +58,13 @@ class Guard:
         if there are none. A function: it is called on all ranks with a `Finding`.
     ignore : iterable of str
         Patterns of names that are not compared, such as ``"*.running_*"`` (`fnmatch`).
+    on_nonfinite : str or None
+        What happens when a gradient of some rank is infinite or NaN, before it is reduced. "warn":
+        a warning in the log names it. "error": FloatingPointError on all ranks. "skip": `step` of
+        `hvd.DistributedOptimizer` does nothing, on all ranks. None: nobody looks. With
+        `torch.amp.GradScaler`, which skips such steps itself, only at scales of 1 or less.
+    max_skips : int
+        FloatingPointError on all ranks after so many skipped steps in a row.
 
     Raises
     ------
@@ -76,6 +85,8 @@ class Guard:
         every: int = 100,
         on_divergence: str | Callable[[Finding], object] = "error",
         ignore: Iterable[str] = (),
+        on_nonfinite: str | None = "warn",
+        max_skips: int = 10,
     ) -> None:
         if model is not None and not isinstance(model, torch.nn.Module):
             raise TypeError(f"Guard: model must be a Module, not {type(model).__name__}")
@@ -83,7 +94,14 @@ class Guard:
             raise TypeError(
                 f"Guard: optimizer must be one of torch, not {type(optimizer).__name__}"
             )
-        options = checked("Guard", every=every, on_divergence=on_divergence, ignore=ignore)
+        options = checked(
+            "Guard",
+            every=every,
+            on_divergence=on_divergence,
+            ignore=ignore,
+            on_nonfinite=on_nonfinite,
+            max_skips=max_skips,
+        )
         self._begin(model, optimizer, options, by_environment=False)
 
     def _begin(
@@ -105,6 +123,9 @@ class Guard:
         named = min(source.names().values(), default="")
         process_set = _process_set(model, optimizer)
         self._watch = Watch(named, source, options, process_set)
+        if options.on_nonfinite is not None:
+            source.finite = Finite(self._watch.note)
+            source.finite.follow(source.names())
         self._attach(model, optimizer)
         _guards[optimizer] = self
 
@@ -119,17 +140,27 @@ class Guard:
         if isinstance(optimizer, Distributed):
             optimizer.watch = None if optimizer._ranks_differ else watch
             return
-        self._handles.append(optimizer.register_step_pre_hook(lambda *_: watch.receive()))
+        if watch.options.on_nonfinite == "skip":
+            raise ValueError(
+                'Guard: on_nonfinite="skip" is for hvd.DistributedOptimizer; torch.amp.GradScaler '
+                'skips steps of other optimizers, and "error" stops them'
+            )
         if isinstance(model, DistributedDataParallel):
-            passes = _Passes.of(model)
-            passes.watches.append(watch)
+            self._handles.append(optimizer.register_step_pre_hook(lambda *_: watch.receive()))
+            _Passes.of(model).watches.append(watch)
             return
         count = 0
+
+        def before(*_: Any) -> None:
+            watch.send_flags()
+            watch.receive()
 
         def after(*_: Any) -> None:
             nonlocal count
             count += 1
-            watch.send(count)
+            watch.send_digests(count)
+
+        self._handles.append(optimizer.register_step_pre_hook(before))
 
         self._handles.append(optimizer.register_step_post_hook(after))
 
@@ -138,6 +169,8 @@ class Guard:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._source.finite is not None:
+            self._source.finite.follow({})
         optimizer = self._source.optimizer()
         if optimizer is not None:
             _guards.pop(optimizer, None)
@@ -151,7 +184,8 @@ class Guard:
         """Return what was compared and found until now, as plain data. Does not block.
 
         Keys: "steps", "comparisons", "compared" (number of tensors), "last_equal" (the latest step
-        after which all were equal; None: never), "excluded" (names by reason), "findings" (a dict
+        after which all were equal; None: never), "skipped" (steps), "overflows" (which GradScaler
+        expects), "excluded" (names by reason), "findings" (a dict
         for each, with "text"), and "seconds" (time spent on digests).
         """
         return self._watch.report()
@@ -184,8 +218,13 @@ class _Passes:
             return
         for watch in self.watches:
             watch.receive()  # if no step has, since the last time
-            watch.send(self._count)
+            watch.send_digests(self._count)
         self._count += 1
+        queue_callback(self._ended)
+
+    def _ended(self) -> None:
+        for watch in self.watches:
+            watch.send_flags()
 
 
 def _process_set(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer) -> ProcessSet:

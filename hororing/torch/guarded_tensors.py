@@ -12,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hororing._adapters.replica_check import Digest, digest
 from hororing.guard.comparison import Bytes, Item
+from hororing.torch._optimizer import grad_scaler
 from hororing.torch._optimizer.digests import digests
+from hororing.torch.finite import Finite
 
 _STEPS: Final = "steps taken"
 
@@ -26,6 +28,7 @@ class Tensors:
         )
         self.optimizer = weakref.ref(optimizer)
         self.steps = 0  # of this rank, since `begin`
+        self.finite: Finite | None = None  # what looks at gradients
         self._excluded: dict[str, list[str]] = {}
         self._held: dict[str, tuple[str, Any]] = {}  # by name: its kind, and the tensor or number
 
@@ -108,6 +111,8 @@ class Tensors:
     def items(self) -> Iterable[Item]:
         """See `hororing.guard.watch.Source`."""
         self._held, tensors, kinds = {}, [], {}
+        if self.finite is not None:
+            self.finite.follow(self.names())  # some may be new
         for of, name, value in self._listed():
             if isinstance(value, torch.Tensor):
                 value = _local(value)
@@ -163,6 +168,15 @@ class Tensors:
             group[key] = (*old[:at], type(old[at])(number), *old[at + 1 :])
         else:
             group[key] = type(old)(number)
+
+    def settle(self) -> None:
+        """See `hororing.guard.watch.Source`."""
+        if self.finite is not None:
+            self.finite.settle()
+
+    def scale(self) -> float | None:
+        """See `hororing.guard.watch.Source`."""
+        return grad_scaler.scale_in_use()
 
     def replaced(self) -> Sequence[str]:
         """See `hororing.guard.watch.Source`."""

@@ -224,6 +224,8 @@ class Distributed(torch.optim.Optimizer):
             process_set = self._settings.options.process_set
             if self._generation != process_set.generation:  # this rank may be a member by now
                 raise process_set_changed(process_set)
+            if self._watch is not None:
+                self._watch.send_flags()
         elif not self._reducer.synchronized:
             self._synchronized_by_user = False
             self._reducer.synchronize()
@@ -260,8 +262,9 @@ class Distributed(torch.optim.Optimizer):
             if self._reducer is not None:
                 self._reducer.step.refuse_unsent("step() inside skip_synchronize()")
         all_zero = self._pass_weights is not None and self._pass_weights.all_zero
+        skips = self._watch is not None and self._watch.take_skip()
         self._start_over()
-        if all_zero:
+        if all_zero or skips:
             return None
         if self._steps is None:
             return super().step(**kwargs)
@@ -280,6 +283,8 @@ class Distributed(torch.optim.Optimizer):
             self._reduce()  # only for a rank without a backward pass: the others have reduced in it
             if self._pass_weights is not None and self._pass_weights.all_zero:
                 raise ValueError("optimizer: step(closure) where the weights of all ranks are 0")
+            if self._watch is not None and self._watch.take_skip():
+                raise FloatingPointError("optimizer: a guard cannot skip a part of step(closure)")
             return self._reduced_loss(loss)
 
         result = super().step(reduced, **kwargs)

@@ -42,10 +42,12 @@ class Reducing(Protocol):
 
 
 class Watcher(Protocol):
-    """What a guard does in each reduction, on all ranks. Both may raise."""
+    """What a guard does in each reduction, on all ranks. All may raise."""
 
     def send(self, reductions: int) -> None: ...  # after so many; does not block
+    def send_flags(self) -> None: ...  # of a rank that reduces with no other
     def receive(self) -> None: ...
+    def take_skip(self) -> bool: ...  # whether the step shall change nothing
 
 
 _living: WeakSet[Reducing] = WeakSet()

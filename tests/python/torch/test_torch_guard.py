@@ -6,6 +6,7 @@ Cases on 3 ranks in the job of the other files of PyTorch: push tier, 3 s.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,11 +62,12 @@ class Training:
         options.setdefault("on_divergence", self.found.append)
         return hvd.Guard(self.model, self.optimizer, **{"every": EVERY, **options})
 
-    def step(self, count: int = 1, *, takes: bool = True) -> None:
+    def step(self, count: int = 1, *, takes: bool = True, passes: int = 1) -> None:
         for _ in range(count):
             self.optimizer.zero_grad()
-            inputs = torch.randn(4, 5, generator=self.data).to(self.model.scale.dtype)
-            self.model(inputs).square().mean().backward()
+            for _ in range(passes):
+                inputs = torch.randn(4, 5, generator=self.data).to(self.model.scale.dtype)
+                self.model(inputs).square().mean().backward()
             if takes:
                 self.optimizer.step()
 
@@ -297,6 +299,123 @@ def case_a_process_set_has_its_own_guard() -> None:
     hvd.remove_process_set(members)
 
 
+class Bad:
+    """Makes the gradient of a parameter NaN or infinite, in one element, while it is armed."""
+
+    def __init__(self, param: torch.Tensor, value: float = math.nan) -> None:
+        self.armed, self.value = False, value
+        param.register_hook(self)  # before the guard's
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor | None:
+        if not self.armed:
+            return None
+        if grad.layout is torch.sparse_coo:
+            grad = grad.coalesce().clone()
+            grad._values()[0, 0] = self.value
+            return grad
+        grad = grad.clone()
+        grad.view(-1)[0] = self.value
+        return grad
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped": {"groups": 2},
+    "int8": {"compression": hvd.Compression.int8()},
+    "PowerSGD": {"compression": hvd.Compression.powersgd()},
+    "top-k": {"compression": hvd.Compression.topk()},
+    "float16": {"compression": hvd.Compression.fp16},
+    "sum": {"op": hvd.Sum},
+    "passes": {"backward_passes_per_step": 2},
+    "weights": {},
+}
+
+
+def case_nan_is_named_and_skipped() -> None:
+    for number, (way, options) in enumerate(WAYS.items()):
+        culprit = number % hvd.size()
+        training = Training(**options)
+        bad = Bad(training.model.last.weight, (math.nan, math.inf)[number % 2])
+        guard = training.guard(on_nonfinite="skip", every=0)
+        if way == "weights":
+            training.optimizer.weight = 1.0 + hvd.rank()
+        passes = options.get("backward_passes_per_step", 1)
+        training.step(2, passes=passes)
+        before = [param.detach().clone() for param in training.model.parameters()]
+        bad.armed = hvd.rank() == culprit
+        training.step(passes=passes)
+        bad.armed = False
+        after = list(training.model.parameters())
+        assert all(map(torch.equal, before, after)), way
+        training.step(2, passes=passes)
+        assert all(torch.isfinite(param).all() for param in after), way
+        assert not any(map(torch.equal, before[:1], after[:1])), way
+        report = guard.report()
+        (finding,) = report["findings"]
+        assert (finding["tensor"], finding["ranks"]) == ("last.weight", [culprit]), way
+        assert (finding["step"], finding["elements"], finding["size"]) == (3, 1, 21), way
+        value = ("NaN", "infinite")[number % 2]
+        assert finding["text"].startswith(f"gradient of last.weight is {value} on rank {culprit} (")
+        assert "finite above it: last.bias" in finding["text"]
+        assert report["skipped"] == 1
+
+
+def case_nan_in_sparse_rows() -> None:
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, table.named_parameters())
+    hvd.broadcast_parameters(table.state_dict(), 0)
+    bad = Bad(table.weight)
+    guard = hvd.Guard(table, optimizer, on_nonfinite="error")
+    for step in range(3):
+        optimizer.zero_grad()
+        bad.armed = step == 1 and hvd.rank() == 2
+        loss = table(torch.tensor([hvd.rank(), 3])).square().sum()
+        if step == 1:
+            with pytest.raises(FloatingPointError, match=r"is NaN on rank 2 .* step 2: 1 of"):
+                loss.backward()
+            optimizer.zero_grad()
+        else:
+            loss.backward()
+            optimizer.step()
+    assert len(guard.report()["findings"]) == 1
+
+
+def case_many_skips_in_a_row_are_an_error() -> None:
+    training = Training()
+    bad = Bad(training.model.first.bias, math.inf)
+    training.guard(on_nonfinite="skip", max_skips=2)
+    for _ in range(2):
+        bad.armed = hvd.rank() == 0
+        training.step(2)
+        bad.armed = False
+        training.step()
+    bad.armed = hvd.rank() == 0
+    training.step(2)
+    with pytest.raises(FloatingPointError, match="2 steps before it were skipped"):
+        training.step()
+
+
+def case_an_overflow_of_a_scaled_loss_is_expected() -> None:
+    for init_scale, reports in ((4.0, 0), (1.0, 1)):
+        training = Training()
+        bad = Bad(training.model.first.bias, math.inf)
+        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+        guard = training.guard(on_nonfinite="skip")
+        for step in range(3):
+            training.optimizer.zero_grad()
+            bad.armed = step == 1 and hvd.rank() == 1
+            inputs = torch.randn(4, 5, generator=training.data)
+            scaler.scale(training.model(inputs).square().mean()).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+        report = guard.report()
+        assert len(report["findings"]) == reports
+        assert report["overflows"] == 1 - reports
+        assert scaler.get_scale() == init_scale / 2
+        del scaler
+
+
 def parallel() -> tuple[Any, Any, Callable[[], None]]:
     model = Model()
     net = nn.parallel.DistributedDataParallel(model)
@@ -313,8 +432,9 @@ def parallel() -> tuple[Any, Any, Callable[[], None]]:
 
 def case_distributed_data_parallel() -> None:
     net, optimizer, step = parallel()
+    bad = Bad(net.module.first.bias)
     found: list[Any] = []
-    guard = hvd.Guard(net, optimizer, every=2, on_divergence=found.append)
+    guard = hvd.Guard(net, optimizer, every=2, on_divergence=found.append, on_nonfinite="error")
     for _ in range(4):
         step()
     assert not found
@@ -326,6 +446,11 @@ def case_distributed_data_parallel() -> None:
     assert (finding.tensor, finding.ranks) == ("first.weight", [1])
     assert (finding.step, finding.last_equal) == (4, 2)
     assert "norm.running_mean" in guard.report()["excluded"]["batch norm"]
+    bad.armed = hvd.rank() == 2
+    with pytest.raises(FloatingPointError, match=r"first.bias is NaN on rank 2 \(.*at step 7"):
+        step()
+    with pytest.raises(ValueError, match=r"on_nonfinite=.skip. is for"):
+        hvd.Guard(net, torch.optim.SGD(net.parameters(), 0.1), on_nonfinite="skip")
     guard.close()
 
 
@@ -383,6 +508,8 @@ def test_wrong_options_are_refused() -> None:
         ({"every": "2"}, TypeError, "every='2'"),
         ({"on_divergence": "fix"}, ValueError, "on_divergence='fix' must be one of"),
         ({"ignore": [3]}, TypeError, "patterns"),
+        ({"on_nonfinite": "repair"}, ValueError, "on_nonfinite='repair' must be one of"),
+        ({"max_skips": 1.5}, TypeError, "max_skips=1.5"),
     ):
         with pytest.raises(error, match=text):
             hvd.Guard(model, optimizer, **options)
