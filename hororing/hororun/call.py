@@ -15,7 +15,7 @@ import pickle
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, TracebackType
@@ -71,7 +71,7 @@ def describe(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
         call = cloudpickle.dumps((function, args, kwargs))
     except Exception as error:  # each type has its own
         raise TypeError(
-            f"run: the function or its arguments cannot be pickled: {_text(error)}; let the "
+            f"run: the function or its arguments cannot be pickled: {text_of(error)}; let the "
             "function open or make what cannot travel"
         ) from error
     sources = {
@@ -88,31 +88,41 @@ def main() -> None:
     """Call the function, and answer. Ends the process like a script: with 1 after an exception."""
     answer = int(sys.argv[1])
     os.set_inheritable(answer, False)
-    message: Call = pickle.loads(Path("/proc/self/fd/0").read_bytes())
+    payload = Path("/proc/self/fd/0").read_bytes()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.path[:] = [*message.path, sys.path[0]]
-    sys.argv[:] = message.argv
-    linecache.cache.update(message.sources)
     shown_by_script: list[BaseException] = []
     hook = sys.excepthook
     sys.excepthook = lambda kind, error, trace: (
         None if error in shown_by_script else hook(kind, error, trace)
     )
     try:
-        function, args, kwargs = pickle.loads(message.call)
-        if isinstance(function, FunctionType):
-            function.__code__ = _of_file(function.__code__, message.file)
+        function, args, kwargs = restore(payload)
         body = pickled(function(*args, **kwargs))
     except SystemExit:
         raise  # the launcher sees the code
     except BaseException as error:
         # Answer before other ranks notice the error: their errors follow from this one.
-        append(answer, packed(RAISED, pickle.dumps(raised(error))))
+        append(answer, packed(RAISED, dumped(error)))
         shown_by_script.append(error)
         _exit_within(_END_S)
         raise
     append(answer, packed(RETURNED, body))
     os.close(answer)
+
+
+def restore(payload: bytes) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+    """Return the function and its arguments, which `describe` has made a message of.
+
+    Unpickling may raise anything.
+    """
+    message: Call = pickle.loads(payload)
+    sys.path[:] = [*message.path, sys.path[0]]
+    sys.argv[:] = message.argv
+    linecache.cache.update(message.sources)
+    function, args, kwargs = pickle.loads(message.call)
+    if isinstance(function, FunctionType):
+        function.__code__ = _of_file(function.__code__, message.file)
+    return function, args, kwargs
 
 
 def _of_file(code: CodeType, file: str) -> CodeType:
@@ -148,7 +158,12 @@ def pickled(result: Any) -> bytes:
     try:
         return bytes(cloudpickle.dumps(result))
     except Exception as error:
-        raise TypeError(f"the result cannot be pickled: {_text(error)}") from error
+        raise TypeError(f"the result cannot be pickled: {text_of(error)}") from error
+
+
+def dumped(error: BaseException) -> bytes:
+    """Return the body of a RAISED answer: the exception of the function."""
+    return pickle.dumps(raised(error))
 
 
 def raised(error: BaseException) -> RankException:
@@ -161,15 +176,18 @@ def raised(error: BaseException) -> RankException:
     except Exception:  # the text must suffice
         again = b""
     return RankException(
-        _text(error),
+        text_of(error),
         "".join(traceback.format_exception(type(error), error, trace)),
         again,
         isinstance(error, (PeerLostError, ShutDownError)),
     )
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """The type and the text of an exception."""
+    # `_engine.shutdown` has one of its own.
+    name = "SystemExit" if isinstance(error, SystemExit) else type(error).__name__
     try:
-        return f"{type(error).__name__}: {error}".removesuffix(": ")
+        return f"{name}: {error}".removesuffix(": ")
     except Exception:  # of its __str__
-        return type(error).__name__
+        return name

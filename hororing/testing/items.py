@@ -1,0 +1,200 @@
+"""pytest within a rank: it has collected the same tests, and runs those that it is told.
+
+So fixtures, marks, assertions and other plug-ins work in each rank as in plain pytest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from hororing.hororun.call import text_of
+from hororing.testing.messages import Ended, Failing, Phase, Seat, Suite, Test, Warned
+from hororing.testing.world import Worlds, is_by_peers
+
+NAME = "hororing-rank"  # of this plug-in; a process that has it is a rank
+
+
+def collect(suite: Suite) -> Items:
+    """Collect the tests. The problems of files that cannot be are in `Items.problems`."""
+    options = {**suite.options, "plugins": [*suite.options.get("plugins", []), "no:terminal"]}
+    config = pytest.Config.fromdictargs(options, suite.arguments)
+    if suite.worker is not None:
+        config.workerinput = suite.worker  # type: ignore[attr-defined]
+    for name, value in _OFF.items():
+        if hasattr(config.option, name):
+            setattr(config.option, name, value)
+    items = Items(config)
+    config.pluginmanager.register(items, NAME)
+    config._do_configure()
+    items.session = pytest.Session.from_config(config)
+    config.hook.pytest_sessionstart(session=items.session)
+    with contextlib.suppress(pytest.UsageError):  # no test is left
+        for item in items.session.perform_collect():
+            items.known[item.nodeid] = item
+    return items
+
+
+# Options of the process of the tests that would make a rank do its work.
+_OFF = {
+    "usepdb": False, "dist": "no", "distload": False, "numprocesses": None, "maxprocesses": None,
+    "tx": [], "lf": False, "failedfirst": False, "newfirst": False, "stepwise": False,
+    "cacheclear": False, "maxfail": 0, "collectonly": False, "reruns": None, "xmlpath": None,
+    "durations": None, "cov_source": [], "no_cov": True,
+}  # fmt: skip
+
+
+class Items:
+    """The tests of a rank, and the plug-in that observes them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self.session: Any = None
+        self.known: dict[str, pytest.Item] = {}
+        self.problems: dict[str, str] = {}  # by node id of a collector
+        self._send: Callable[[object], None] = lambda _: None
+        self._worlds: Worlds | None = None
+        self._failing: Failing | None = None
+        self._line = 0
+        self._between = -1
+
+    def become(self, seat: Seat) -> tuple[int, ...]:
+        """See `rank.Work`."""
+        if seat.folder:
+            self._config.option.basetemp = seat.folder
+            paths = self._config._tmp_path_factory  # type: ignore[attr-defined]
+            paths._given_basetemp, paths._basetemp = Path(seat.folder), None
+        capture: Any = self._config.pluginmanager.getplugin("capturemanager")
+        # A copy would share the files, and their positions, with all other ranks.
+        capture.suspend_global_capture(in_=True)
+        capture.stop_global_capturing()
+        if self._config.option.capture == "no":
+            return ()
+        # What is printed between the phases of tests, such as by threads.
+        self._between = os.memfd_create("hororing-output")
+        for number in (1, 2):
+            os.dup2(self._between, number)
+        capture.start_global_capturing()
+        files = [self._between]
+        for each in (capture._global_capturing.out, capture._global_capturing.err):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # not with files
+                files.append(each.tmpfile.fileno())
+        return tuple(files)
+
+    def test(self, order: Test, send: Callable[[object], None], worlds: Worlds) -> Ended:
+        """See `rank.Work`."""
+        item = self._find(order.node_id)
+        if item is None:
+            problems = "\n".join(self.problems.values())
+            return Ended(escaped=f"the rank has not collected {order.node_id}\n{problems}".strip())
+        self._send, self._worlds, self._line = send, worlds, 0
+        if self._between >= 0:
+            os.ftruncate(self._between, 0)
+        state = self.session._setupstate
+        if any(node not in item.listchain() for node in state.stack):  # other tests were expected
+            state.teardown_exact(item)
+        following = self._find(order.next_id) if order.next_id else None
+        self._config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        return Ended(self._line)
+
+    def _find(self, node_id: str) -> pytest.Item | None:
+        # pytest-xdist adds the name of a group.
+        return self.known.get(node_id) or self.known.get(node_id.rpartition("@")[0])
+
+    def finish(self) -> None:
+        """See `rank.Work`."""
+        capture: Any = self._config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # as pytest does, for each phase
+        self.session._setupstate.teardown_exact(None)
+        self._config.hook.pytest_sessionfinish(session=self.session, exitstatus=0)
+
+    # -----------------------------------------------------------------------------------------
+    # Hooks
+
+    @pytest.hookimpl
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note what could not be collected."""
+        if report.failed:
+            self.problems[report.nodeid] = report.longreprtext
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+        """Note the line at which the test ends."""
+        with last_line_of(pyfuncitem.obj) as found:
+            try:
+                return (yield)
+            finally:
+                self._line = found()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Let the other ranks know about an exception, before the report is made."""
+        error = call.excinfo.value if call.excinfo is not None else None
+        self._failing = None
+        if error is not None and not isinstance(error, pytest.skip.Exception):
+            blame = "peers" if is_by_peers(error) else "own"
+            self._failing = Failing(call.when, blame, text_of(error), time.monotonic())
+            self._send(self._failing)
+            assert self._worlds is not None
+            self._worlds.abandon(error)
+        return (yield)
+
+    @pytest.hookimpl
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Send the report."""
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        failing = self._failing or Failing("", "", "", time.monotonic())
+        self._send(Phase(report.when or "", data, failing.at, failing.blame, failing.error))
+
+    @pytest.hookimpl
+    def pytest_warning_recorded(
+        self,
+        warning_message: warnings.WarningMessage,
+        when: str,
+        nodeid: str,
+        location: tuple[str, int, str] | None,
+    ) -> None:
+        """Send the warning."""
+        text, kind = str(warning_message.message), warning_message.category
+        if kind.__module__ != "builtins":
+            kind = UserWarning
+        about = (text, kind.__name__, warning_message.filename, warning_message.lineno)
+        self._send(Warned(about, when, nodeid, location))
+
+
+@contextlib.contextmanager
+def last_line_of(function: Any) -> Iterator[Callable[[], int]]:
+    """Return a function that returns the line at which `function` is or has ended, or 0.
+
+    Python keeps the line in the frame. To get hold of that, a profiler watches until the function
+    has been called, and costs nothing after that.
+    """
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    frames: list[FrameType] = []
+    before = sys.getprofile()
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        if frame.f_code is code:
+            frames.append(frame)
+            sys.setprofile(before)
+
+    if code is not None and before is None:
+        sys.setprofile(watch)
+    try:
+        yield lambda: frames[0].f_lineno if frames else 0
+    finally:
+        if sys.getprofile() is watch:
+            sys.setprofile(before)
+        frames.clear()

@@ -1,0 +1,107 @@
+"""A rank: this process runs the tests or functions that the process of the tests names."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+from hororing.hororun import call
+from hororing.testing import doing
+from hororing.testing.channel import Channel, Closed
+from hororing.testing.messages import Answer, Begun, Call, Ended, Finish, Hello, Seat, Test
+from hororing.testing.world import Worlds
+
+STACKS = signal.SIGRTMAX - 3  # makes faulthandler write all stacks, even if the interpreter is held
+_PR_SET_PDEATHSIG = 1
+
+
+class Work(Protocol):
+    """What this process can do as a rank."""
+
+    def become(self, seat: Seat) -> tuple[int, ...]:
+        """Take a place, in a process that may be a copy; return where its output is collected."""
+
+    def test(self, order: Test, send: Callable[[object], None], worlds: Worlds) -> Ended:
+        """Run a test."""
+
+    def finish(self) -> None:
+        """Tear down what is left."""
+
+
+def serve(seat: Seat, files: list[int], work: Work, parent: int) -> NoReturn:
+    """Be a rank until the process of the tests asks for the end, or has ended."""
+    control_fd, watch_fd, secret, store = files
+    control = Channel(socket.socket(fileno=control_fd))
+    with contextlib.suppress(PermissionError):  # it leads a session already
+        os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    for module in ("numpy",):  # forked ranks would draw the same numbers; `random` seeds itself
+        if module in sys.modules:
+            sys.modules[module].random.seed()
+    outputs = work.become(seat)
+    stacks = os.memfd_create("hororing-stacks")
+    faulthandler.enable(stacks)
+    faulthandler.register(STACKS, stacks, all_threads=True)
+    os._exit = functools.partial(_leave, os._exit, stacks)
+    doing.start_answering(Channel(socket.socket(fileno=watch_fd)))
+    worlds = Worlds(seat, secret, store)
+    try:
+        control.send(Hello(), [stacks, *outputs])
+        while not isinstance(order := control.receive()[0], Finish):
+            control.send(_obey(order, work, worlds, control))
+        work.finish()
+        _flush()
+        control.send(Finish())  # the engine may end with the process: all ranks end
+    except Closed:
+        pass
+    os._exit(0)
+
+
+def _leave(leave: Callable[[int], NoReturn], stacks: int, status: int) -> NoReturn:
+    """Write down where a test has called os._exit."""
+    faulthandler.dump_traceback(stacks, all_threads=False)
+    leave(status)
+
+
+def _obey(order: Any, work: Work, worlds: Worlds, control: Channel) -> Ended:
+    try:
+        worlds.begin(order.world)
+        control.send(Begun())
+        if isinstance(order, Test):
+            return work.test(order, control.send, worlds)
+        return _call(order, worlds, control)
+    except Closed:
+        raise
+    except BaseException as error:  # of pytest itself, or of `begin`
+        worlds.abandon(error)
+        return Ended(escaped=call.text_of(error))
+
+
+def _call(order: Call, worlds: Worlds, control: Channel) -> Ended:
+    try:
+        function, args, kwargs = call.restore(order.payload)
+        body = call.packed(call.RETURNED, call.pickled(function(*args, **kwargs)))
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            error = RuntimeError(f"the function has called sys.exit({error.code!r})")
+        worlds.abandon(error)
+        body = call.packed(call.RAISED, call.dumped(error))
+    _flush()
+    control.send(Answer(body))
+    return Ended()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()

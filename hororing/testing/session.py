@@ -1,0 +1,134 @@
+"""The ranks of one session of pytest, or of one worker of pytest-xdist."""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+import sys
+import warnings
+from typing import Any
+
+import pytest
+
+from hororing.testing import reports
+from hororing.testing.mark import size_of, wish_of
+from hororing.testing.messages import HORORING, Plan, Suite, Test, Warned
+from hororing.testing.pool import Pool
+from hororing.testing.processes import Starter, StartError
+
+_MOST_POOLS = 4  # of different sizes; the one that was not used for longest ends first
+
+
+class Ranks:
+    """Pools of ranks by size, made when a test needs them."""
+
+    def __init__(self, session: pytest.Session) -> None:
+        self._session, self._config = session, session.config
+        self._marked = [item for item in session.items if size_of(item)]
+        plan = Plan(list(sys.path), list(sys.argv), _suite(session.config, self._marked))
+        self._starter = Starter(plan, str(session.config.invocation_params.dir))
+        self._pools: dict[int, Pool] = {}
+        self._made = 0
+
+    def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """Run a test on ranks, and report it."""
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in [*self._reports(item), *_torn_down(item, nextitem)]:
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+    def _reports(self, item: pytest.Item) -> list[pytest.TestReport]:
+        mark = item.get_closest_marker("ranks")
+        assert mark is not None
+        wish = wish_of(mark)
+        limit_s = wish.limit_s or self._limit_s()
+        backend = wish.backend or self._config.getini("ranks_backend") or HORORING
+        try:
+            pool = self._pool(size_of(item))
+        except StartError as error:
+            return reports.not_started(item, str(error))
+        order = Test(item.nodeid, self._after(item), pool.world(backend, wish.init))
+        outcomes = pool.run(order, limit_s, self._warn)
+        if not pool.usable:
+            pool.finish()
+        return reports.merge(item, outcomes, limit_s)
+
+    def _limit_s(self) -> float:
+        text = self._config.getini("ranks_limit_s")
+        try:
+            found = float(text)
+        except ValueError:
+            found = 0.0
+        if not 0 < found < 1e9:
+            raise pytest.UsageError(f"ranks_limit_s = {text}: not a number of seconds above 0")
+        return found
+
+    def _pool(self, size: int) -> Pool:
+        found = self._pools.pop(size, None)
+        if found is None or not found.usable:
+            if len(self._pools) >= _MOST_POOLS:
+                self._pools.pop(next(iter(self._pools))).finish()
+            self._made += 1
+            folder = self._config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+            found = Pool(self._starter, size, str(folder / f"ranks{self._made}"))
+        self._pools[size] = found  # now the last
+        return found
+
+    def _after(self, item: pytest.Item) -> str:
+        """The next test of these ranks, as far as known: pytest-xdist gives it to any worker."""
+        size, at = size_of(item), self._marked.index(item)
+        return next((each.nodeid for each in self._marked[at + 1 :] if size_of(each) == size), "")
+
+    def _warn(self, warned: Warned) -> None:
+        text, kind, file, line = warned.message
+        message = warnings.WarningMessage(
+            text, getattr(builtins, kind, UserWarning), file, line
+        )  # fmt: skip
+        self._config.hook.pytest_warning_recorded.call_historic(
+            kwargs={
+                "warning_message": message, "when": warned.when, "nodeid": warned.node_id,
+                "location": warned.location,
+            }
+        )  # fmt: skip
+
+    def finish(self) -> None:
+        """Tear down the fixtures of all ranks, and end them."""
+        problems = [pool.finish() for pool in self._pools.values()]
+        self.close()
+        for each in filter(None, problems):
+            self._config.issue_config_time_warning(pytest.PytestWarning(each), stacklevel=2)
+
+    def close(self) -> None:
+        """End the ranks at once."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+        self._starter.close()
+
+
+def _torn_down(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
+    """Tear down what earlier tests of this process have left for ones that come no more."""
+    state = item.session._setupstate
+    call = pytest.CallInfo.from_call(lambda: state.teardown_exact(nextitem), "teardown")
+    if call.excinfo is None:
+        return []
+    report: pytest.TestReport = item.ihook.pytest_runtest_makereport(item=item, call=call)
+    return [report]
+
+
+def _suite(config: pytest.Config, items: list[pytest.Item]) -> Suite:
+    options = {}
+    for name, value in vars(config.option).items():
+        try:
+            pickle.dumps(value)
+        except Exception:  # of a plug-in; pytest-xdist could not pass it on either
+            continue
+        options[name] = value
+    arguments = ["--rootdir", str(config.rootpath)]
+    if config.inipath is not None:
+        arguments += ["-c", str(config.inipath)]
+    for each in options.get("override_ini") or ():
+        arguments += ["-o", each]
+    arguments += dict.fromkeys(str(item.path) for item in items)
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    return Suite(arguments, options, worker)

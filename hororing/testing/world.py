@@ -1,0 +1,77 @@
+"""What is initialised on a rank for each test: the engine, and torch.distributed.
+
+Each test begins with a new engine and a new process group, so that none sees what another left.
+Nothing here imports a framework: a test that does not import torch does not pay for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import Any
+
+from hororing.config import environment
+from hororing.testing.messages import HORORING, Seat, World
+
+
+class Worlds:
+    """The worlds of this rank, one after the other. `store`: a file in memory of all ranks."""
+
+    def __init__(self, seat: Seat, secret: int, store: int) -> None:
+        self._seat, self._store = seat, store
+        self._variables = {**seat.variables, "HORORING_SECRET_FD": str(secret)}
+        self.began = 0.0  # in time.time()
+
+    def begin(self, world: World) -> None:
+        """End what the previous test left, and initialise. Blocks until all ranks have."""
+        self.end()
+        environment.become({**self._variables, "MASTER_PORT": str(world.port)})
+        self.began = time.time()
+        if not world.init:
+            return
+        if world.backend == HORORING:
+            from hororing._api import init
+
+            init.init()
+        dist = _torch_distributed()
+        if dist is not None:
+            store = dist.FileStore(f"/proc/self/fd/{self._store}", self._seat.size)
+            dist.init_process_group(
+                world.backend, store=dist.PrefixStore(str(world.number), store),
+                rank=self._seat.rank, world_size=self._seat.size,
+            )  # fmt: skip
+
+    def end(self) -> None:
+        """End it, after all ranks have ended their test."""
+        dist = _torch_distributed()
+        if dist is not None and dist.is_initialized():
+            dist.destroy_process_group()
+        ends = sys.modules.get("hororing._engine.shutdown")
+        if ends is not None:
+            ends.shutdown()
+
+    def abandon(self, error: BaseException) -> None:
+        """Let the other ranks fail at once: this one will not answer them any more."""
+        ends = sys.modules.get("hororing._engine.shutdown")
+        if ends is not None:
+            ends.leave(error)
+        dist = _torch_distributed()
+        if dist is not None and dist.is_initialized():
+            with contextlib.suppress(Exception):  # it may wait for others, which have failed
+                dist.destroy_process_group()
+
+
+def _torch_distributed() -> Any:
+    dist: Any = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() else None
+
+
+def is_by_peers(error: BaseException) -> bool:
+    """Whether an exception only reports that another rank has ended or failed."""
+    names = {each.__name__ for each in type(error).__mro__}
+    if names & {"PeerLostError", "ShutDownError"}:
+        return True
+    # Of gloo, which has no types.
+    gone = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in gone)
