@@ -109,6 +109,7 @@ lint: $(LINT)/.ready  ## style, types and prose: an environment of its own, with
 	git ls-files -co --exclude-standard '*.cc' '*.h' '*.inc' | xargs clang-format --dry-run -Werror
 	codespell $$(git ls-files -co --exclude-standard)
 	$(LINT)/bin/python tools/lint_prose.py
+	$(LINT)/bin/python tools/lint_docstrings.py
 	mypy --cache-dir $(LINT)/mypy --python-executable $(LINT)/bin/python --allow-subclassing-any \
 	  --allow-untyped-decorators --no-warn-return-any --no-warn-unused-ignores
 	shellcheck --severity=warning $$(git ls-files '*.sh' .ci/run)

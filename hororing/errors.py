@@ -41,7 +41,8 @@ class MismatchError(HororingInternalError, ValueError):
 
     Attributes
     ----------
-    rank : the first rank that differs from the first one; -1 if unknown.
+    rank : int
+        The first rank that differs from the first one; -1 if unknown.
     """
 
     rank: int = -1
@@ -74,7 +75,8 @@ class PeerLostError(HororingInternalError):
 
     Attributes
     ----------
-    rank : the rank that was lost; -1 if unknown.
+    rank : int
+        The rank that was lost; -1 if unknown.
     """
 
     def __init__(self, text: str, rank: int = -1) -> None:
@@ -105,9 +107,12 @@ class RunError(RuntimeError):
 
     Attributes
     ----------
-    rank : the rank that failed; -1 if no rank is to blame.
-    exit_code : its exit code, or minus the signal that killed it.
-    traceback : of the exception that the rank raised, as text; "" if it raised none.
+    rank : int
+        The rank that failed; -1 if no rank is to blame.
+    exit_code : int or None
+        Its exit code, or minus the signal that killed it.
+    traceback : str
+        Of the exception that the rank raised, as text; "" if it raised none.
     """
 
     def __init__(
@@ -128,7 +133,8 @@ class HostsUpdatedInterrupt(RuntimeError):  # not an error: the name is Horovod'
 
     Attributes
     ----------
-    skip_sync : no state needs to be sent, since hosts were only removed.
+    skip_sync : bool
+        No state needs to be sent, since hosts were only removed.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

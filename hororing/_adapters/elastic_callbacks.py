@@ -19,9 +19,11 @@ class CommitState:
 
     Parameters
     ----------
-    state : an elastic state of the model.
-    batches_per_commit : a commit copies the model, which takes time; a failure costs the batches
-        since the last one. Every commit checks for changes of hosts.
+    state : State
+        An elastic state of the model.
+    batches_per_commit : int, optional
+        A commit copies the model, which takes time; a failure costs the batches since the last
+        one. Every commit checks for changes of hosts.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -76,7 +78,8 @@ class UpdateBatchState:
 
     Parameters
     ----------
-    state : an elastic state with a `batch`, initially 0.
+    state : State
+        An elastic state with a `batch`, initially 0.
     """
 
     model: Any  # Keras sets these two
@@ -115,7 +118,8 @@ class UpdateEpochState:
 
     Parameters
     ----------
-    state : an elastic state with an `epoch`, initially 0.
+    state : State
+        An elastic state with an `epoch`, initially 0.
     """
 
     def __init__(self, state: Any) -> None:

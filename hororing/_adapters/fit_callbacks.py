@@ -36,9 +36,12 @@ class Broadcast:
 
     Parameters
     ----------
-    root_rank : the rank whose values are sent.
-    device : accepted for Horovod's sake; no effect.
-    local_variables : variables to leave out, as `register_local_var` does.
+    root_rank : int
+        The rank whose values are sent.
+    device : str, optional
+        Accepted for Horovod's sake; no effect.
+    local_variables : iterable, optional
+        Variables to leave out, as `register_local_var` does.
 
     Raises
     ------
@@ -195,8 +198,10 @@ class MetricAverage:
 
     Parameters
     ----------
-    device : accepted for Horovod's sake; no effect.
-    weight : the weight of this rank's metrics, such as its number of samples: a number, or a
+    device : str, optional
+        Accepted for Horovod's sake; no effect.
+    weight : float or callable, optional
+        The weight of this rank's metrics, such as its number of samples: a number, or a
         function without arguments that returns one. None: equal weights.
     """
 
@@ -238,15 +243,21 @@ class LearningRateSchedule:
 
     Parameters
     ----------
-    initial_lr : the rate that is multiplied.
-    multiplier : a function of the epoch, or a number.
-    start_epoch, end_epoch : when it applies: start_epoch <= epoch < end_epoch.
-    staircase : change the rate once per epoch. Otherwise it changes with every batch, and
-        `multiplier` gets fractions of epochs.
-    momentum_correction : keep the effect of momentum when the rate changes (Goyal et al. 2017,
-        arXiv:1706.02677, section 3). The velocity of Keras' optimizers contains the rate, so it
-        is multiplied by new rate / old rate.
-    steps_per_epoch : batches per epoch, if ``staircase=False`` and Keras does not know it.
+    initial_lr : float
+        The rate that is multiplied.
+    multiplier : float or callable
+        A function of the epoch, or a number.
+    start_epoch, end_epoch : int, optional
+        When it applies: start_epoch <= epoch < end_epoch.
+    staircase : bool, optional
+        Change the rate once per epoch. Otherwise it changes with every batch, and `multiplier`
+        gets fractions of epochs.
+    momentum_correction : bool, optional
+        Keep the effect of momentum when the rate changes (Goyal et al. 2017, arXiv:1706.02677,
+        section 3). The velocity of Keras' optimizers contains the rate, so it is multiplied by
+        new rate / old rate.
+    steps_per_epoch : int, optional
+        Batches per epoch, if ``staircase=False`` and Keras does not know it.
     """
 
     model: Any  # Keras sets these two
@@ -336,10 +347,14 @@ class LearningRateWarmup(LearningRateSchedule):
 
     Parameters
     ----------
-    initial_lr : the final rate.
-    warmup_epochs : how long that takes; also a fraction.
-    momentum_correction, steps_per_epoch : as for `LearningRateSchedule`.
-    verbose : 1: rank 0 prints the rate when warm-up ends.
+    initial_lr : float
+        The final rate.
+    warmup_epochs : int, optional
+        How long that takes; also a fraction.
+    momentum_correction, steps_per_epoch : bool or int, optional
+        As for `LearningRateSchedule`.
+    verbose : int, optional
+        1: rank 0 prints the rate when warm-up ends.
     """
 
     def __init__(
@@ -383,8 +398,10 @@ class BestModel:
 
     Parameters
     ----------
-    monitor, verbose, mode, save_freq, save_weights_only : as for keras.callbacks.ModelCheckpoint.
-    filepath : the path; may be set later, before training, through the attribute of this name.
+    monitor, verbose, mode, save_freq, save_weights_only : str or int or bool, optional
+        As for keras.callbacks.ModelCheckpoint.
+    filepath : str or PathLike, optional
+        The path; may be set later, before training, through the attribute of this name.
     """
 
     filepath: Any

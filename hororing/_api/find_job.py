@@ -53,10 +53,14 @@ def find_job(
 
     Parameters
     ----------
-    started_by : what the launcher's variables say.
-    comm : as for `init`.
-    meet : connects to a store that the environment does not name.
-    known : the member that this process has been in an earlier job of this store, which serves
+    started_by : Launch
+        What the launcher's variables say.
+    comm : list of int or Comm
+        As for `init`.
+    meet : callable or None
+        Connects to a store that the environment does not name.
+    known : Member or None
+        The member that this process has been in an earlier job of this store, which serves
         until the process ends.
 
     Raises

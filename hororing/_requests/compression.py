@@ -95,7 +95,8 @@ class StatefulCompression:
 
     Parameters
     ----------
-    scope : "all": between all ranks. "hosts": gradients of ranks on one host are added up without
+    scope : str, optional
+        "all": between all ranks. "hosts": gradients of ranks on one host are added up without
         compression, and their sums are compressed between hosts.
     """
 

@@ -23,11 +23,14 @@ class ProcessSet:
 
     Attributes
     ----------
-    ranks : their numbers in the job, ascending.
-    process_set_id : None until the set is registered, by `init(process_sets=...)` or
-        `add_process_set`, and after it was removed.
-    mpi_comm : the communicator of mpi4py that it was made of, or None. Only its ranks are used,
-        as MPI.COMM_WORLD numbers them.
+    ranks : list of int
+        Their numbers in the job, ascending.
+    process_set_id : int or None
+        None until the set is registered, by `init(process_sets=...)` or `add_process_set`, and
+        after it was removed.
+    mpi_comm : Comm or None
+        The communicator of mpi4py that it was made of, or None. Only its ranks are used, as
+        MPI.COMM_WORLD numbers them.
 
     Examples
     --------

@@ -79,7 +79,8 @@ def notes(environ: Mapping[str, str], used: frozenset[str]) -> Iterator[tuple[in
 
     Parameters
     ----------
-    used : names that knobs read.
+    used : frozenset of str
+        Names that knobs read.
     """
     given = {
         name: text.strip()

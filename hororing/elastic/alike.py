@@ -24,7 +24,8 @@ class MisfitsFound(Exception):
 
     Attributes
     ----------
-    misfits : the differences, by rank.
+    misfits : dict of int to str
+        The differences, by rank.
     """
 
     def __init__(self, misfits: Mapping[int, str]) -> None:
@@ -43,9 +44,12 @@ def check(parts: Mapping[str, str], digests: Sequence[int], settled: Sequence[bo
 
     Parameters
     ----------
-    parts : the forms of this rank's parts, by name.
-    digests : `digest_of` each rank's, by rank.
-    settled : whether a rank has had the job's state before, by rank.
+    parts : dict of str to str
+        The forms of this rank's parts, by name.
+    digests : sequence of int
+        `digest_of` each rank's, by rank.
+    settled : sequence of bool
+        Whether a rank has had the job's state before, by rank.
 
     Raises
     ------

@@ -14,8 +14,10 @@ def samples_left(count: int, processed: int, seed: int | None) -> list[int]:
 
     Parameters
     ----------
-    count : number of samples in the data set.
-    seed : of the order, different for each epoch; None: ascending order.
+    count : int
+        Number of samples in the data set.
+    seed : int or None
+        Of the order, different for each epoch; None: ascending order.
     """
     order = list(range(count))
     if seed is not None:

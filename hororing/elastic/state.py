@@ -40,8 +40,10 @@ class State:
 
     Parameters
     ----------
-    bcast_object : a function that returns, on all ranks, the object that rank 0 calls it with.
-    get_rank : a function that returns the rank of this process.
+    bcast_object : callable
+        A function that returns, on all ranks, the object that rank 0 calls it with.
+    get_rank : callable
+        A function that returns the rank of this process.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
@@ -78,8 +80,10 @@ class State:
 
         Parameters
         ----------
-        timestamp : when that became known; later changes have larger values.
-        update_res : 1: hosts were removed, 2: added, 3: both.
+        timestamp : int
+            When that became known; later changes have larger values.
+        update_res : int
+            1: hosts were removed, 2: added, 3: both.
         """
         self._announced.append((timestamp, update_res))
 
@@ -130,10 +134,12 @@ class State:
 
         Parameters
         ----------
-        path : of the file. All hosts must see it; a host without it cannot provide the state if
-            rank 0 dies at once. It is replaced as a whole. A commit returns when it is on disk, or
-            when the log has the error of the write; after 10 s a commit tries again.
-        every : number of commits per write.
+        path : str or PathLike
+            Of the file. All hosts must see it; a host without it cannot provide the state if
+            rank 0 dies at once. It is replaced as a whole. A commit returns when it is on disk,
+            or when the log has the error of the write; after 10 s a commit tries again.
+        every : int, optional
+            Number of commits per write.
 
         Raises
         ------
@@ -302,8 +308,10 @@ class ObjectState(State):
 
     Parameters
     ----------
-    bcast_object, get_rank : as for `State`.
-    kwargs : the objects by name, with their initial values.
+    bcast_object, get_rank : callable
+        As for `State`.
+    kwargs : dict
+        The objects by name, with their initial values.
     """
 
     def __init__(

@@ -39,9 +39,12 @@ class Place(NamedTuple):
 
     Attributes
     ----------
-    step : number of steps that have changed the parameters.
-    marks : number of marks since the last step.
-    since_mark : the number of ranks in each step since the last mark.
+    step : int
+        Number of steps that have changed the parameters.
+    marks : int
+        Number of marks since the last step.
+    since_mark : tuple of int
+        The number of ranks in each step since the last mark.
     """
 
     step: int = 0
@@ -68,19 +71,27 @@ class Steps:
 
     Parameters
     ----------
-    latest_update : returns the latest change of hosts and processes that this rank knows: its time,
-        in microseconds, and its kind (as `membership.updates`).
+    latest_update : callable
+        Returns the latest change of hosts and processes that this rank knows: its time, in
+        microseconds, and its kind (as `membership.updates`).
 
     Attributes
     ----------
-    place : the progress of the parameters.
-    saved : the progress of the copy of all values.
-    keeps_parameters : the last mark did not copy the parameters, which a failure must keep.
-    inconsistent : parameters have changed other than by a step, or are being received.
-    updates_shared : number of steps since the last mark in which all ranks have shared updates, or
-        had agreed not to.
-    running : the script is training, rather than `run` preparing for it.
-    counter : counts steps that do not go through `take`; call `read_counter` to include them.
+    place : Place
+        The progress of the parameters.
+    saved : Place
+        The progress of the copy of all values.
+    keeps_parameters : bool
+        The last mark did not copy the parameters, which a failure must keep.
+    inconsistent : bool
+        Parameters have changed other than by a step, or are being received.
+    updates_shared : int
+        Number of steps since the last mark in which all ranks have shared updates, or had
+        agreed not to.
+    running : bool
+        The script is training, rather than `run` preparing for it.
+    counter : Counter or None
+        Counts steps that do not go through `take`; call `read_counter` to include them.
     """
 
     counter: Counter | None = None

@@ -71,34 +71,53 @@ def run(
 
     Parameters
     ----------
-    func : any callable that cloudpickle can carry; also of a notebook or of `__main__`. It calls
+    func : callable
+        Any callable that cloudpickle can carry; also of a notebook or of `__main__`. It calls
         `hvd.init()` itself.
-    args, kwargs : its arguments, the same on all ranks.
-    np, num_proc : the number of ranks. None: as many as `hosts` have slots, else 1.
-    hosts, hostfile : as ``a:4,b:4``, or a file with a line ``name slots=4`` each. None: this host.
-        Others are reached by ssh; Python and modules have the same paths there.
-    env : variables for all ranks, beside those of this process (on other hosts: beside its
+    args, kwargs : sequence or dict, optional
+        Its arguments, the same on all ranks.
+    np, num_proc : int, optional
+        The number of ranks. None: as many as `hosts` have slots, else 1.
+    hosts, hostfile : str, optional
+        As ``a:4,b:4``, or a file with a line ``name slots=4`` each. None: this host. Others are
+        reached by ssh; Python and modules have the same paths there.
+    env : dict of str to str, optional
+        Variables for all ranks, beside those of this process (on other hosts: beside its
         HORORING_* and HOROVOD_* ones).
-    executable : the Python of the ranks. None: this one.
-    output_filename : a folder for the output of ranks, in files ``rank.N/stdout``.
-    tag_output : lines begin with their rank. None: if there are several.
-    start_timeout : how long other hosts may take to answer, in seconds. None: 60.
-    grace : between the request to end and the end, for all ranks, in seconds. None: 5 after a
+    executable : str, optional
+        The Python of the ranks. None: this one.
+    output_filename : str, optional
+        A folder for the output of ranks, in files ``rank.N/stdout``.
+    tag_output : bool, optional
+        Lines begin with their rank. None: if there are several.
+    start_timeout : float, optional
+        How long other hosts may take to answer, in seconds. None: 60.
+    grace : float, optional
+        Between the request to end and the end, for all ranks, in seconds. None: 5 after a
         failure, 30 after a signal to this process.
-    rsh_agent, ssh_port, ssh_identity_file : a command instead of ssh; options of ssh.
-    network_interface, network_interfaces : as HORORING_INTERFACE.
-    disable_cache : as HORORING_CACHE_CAPACITY=0.
-    min_np, min_num_proc, max_np, max_num_proc : with any of these or `host_discovery_script` the
-        job is elastic (docs/elastic.md): `func` calls a function wrapped by `hvd.elastic.run`.
-        Processes that fail are replaced. Minimum and maximum number of ranks; None: `np`.
-    slots, reset_limit, cooldown_range, host_discovery_script : as ``--slots-per-host``,
-        ``--reset-limit``, ``--blacklist-cooldown-range`` and ``--host-discovery-script`` of
-        hororun.
-    others : more of Horovod's arguments. `verbose` and `use_gloo` have no effect.
+    rsh_agent, ssh_port, ssh_identity_file : str or int, optional
+        A command instead of ssh; options of ssh.
+    network_interface, network_interfaces : str or iterable of str, optional
+        As HORORING_INTERFACE.
+    disable_cache : bool, optional
+        As HORORING_CACHE_CAPACITY=0.
+    min_np, min_num_proc, max_np, max_num_proc : int, optional
+        With any of these or `host_discovery_script` the job is elastic (docs/elastic.md):
+        `func` calls a function wrapped by `hvd.elastic.run`. Processes that fail are replaced.
+        Minimum and maximum number of ranks; None: `np`.
+    slots, reset_limit : int, optional
+        As ``--slots-per-host`` and ``--reset-limit`` of hororun.
+    cooldown_range : (float, float), optional
+        As ``--blacklist-cooldown-range`` of hororun.
+    host_discovery_script : str, optional
+        As ``--host-discovery-script`` of hororun.
+    others : dict
+        More of Horovod's arguments. `verbose` and `use_gloo` have no effect.
 
     Returns
     -------
-    The results of `func`, by rank; in an elastic job, of the ranks that have finished.
+    list
+        The results of `func`, by rank; in an elastic job, of the ranks that have finished.
 
     Raises
     ------

@@ -48,9 +48,12 @@ class KerasState(ModelState):
 
     Parameters
     ----------
-    model : must be built.
-    optimizer : None: that of the compiled model, if any.
-    kwargs : the objects by name.
+    model : Model
+        Must be built.
+    optimizer : Optimizer
+        None: that of the compiled model, if any.
+    kwargs : dict
+        The objects by name.
 
     Raises
     ------

@@ -43,27 +43,41 @@ def DistributedOptimizer(
 
     Parameters
     ----------
-    optimizer : any optimizer of Keras 3.
-    name : prefix of the names of its requests, in messages and the timeline.
-    device_dense, device_sparse : accepted for Horovod's sake; no effect.
-    compression : how gradients are sent: Compression.none, .fp16, .bf16 or your own Compressor.
-    sparse_as_dense : reduce gradients of embeddings as dense tensors. Without it, TensorFlow
-        gathers them; on other backends they are dense anyway.
-    gradient_predivide_factor : with op=Average, divide by this before the sum and multiply by
-        it after: against overflow of 16-bit floats.
-    op : Average, Sum, Min, Max or Product; or Adasum: each rank updates its variables with its own
-        gradients, and the changes are combined. Optimizer variables then differ between ranks.
-    num_groups : deprecated; use `groups`.
-    groups : a number of groups, or lists of variables. A group is reduced in one message.
-        Variables in no list are reduced one by one.
-    backward_passes_per_step : number of batches for one update: gradients are added up, then
-        reduced. `iterations`, and therefore schedules, count updates. Keras' own
-        ``gradient_accumulation_steps`` works, too, but reduces every batch's gradients. ValueError
-        if a later call of ``apply`` has other variables.
-    average_aggregated_gradients : divide the sum by the number of batches.
-    process_set : the ranks that reduce with each other. Ranks outside it train alone.
-    scale_local_gradients : divide gradients of local variables (`register_local_var` of the
-        optimizer) by the number of ranks: they then weigh as much as averaged ones.
+    optimizer : Optimizer
+        Any optimizer of Keras 3.
+    name : str, optional
+        Prefix of the names of its requests, in messages and the timeline.
+    device_dense, device_sparse : str, optional
+        Accepted for Horovod's sake; no effect.
+    compression : Compressor, optional
+        How gradients are sent: Compression.none, .fp16, .bf16 or your own Compressor.
+    sparse_as_dense : bool, optional
+        Reduce gradients of embeddings as dense tensors. Without it, TensorFlow gathers them; on
+        other backends they are dense anyway.
+    gradient_predivide_factor : float, optional
+        With op=Average, divide by this before the sum and multiply by it after: against
+        overflow of 16-bit floats.
+    op : ReduceOp, optional
+        Average, Sum, Min, Max or Product; or Adasum: each rank updates its variables with its
+        own gradients, and the changes are combined. Optimizer variables then differ between
+        ranks.
+    num_groups : int, optional
+        Deprecated; use `groups`.
+    groups : int or sequence of sequence, optional
+        A number of groups, or lists of variables. A group is reduced in one message. Variables
+        in no list are reduced one by one.
+    backward_passes_per_step : int, optional
+        Number of batches for one update: gradients are added up, then reduced. `iterations`,
+        and therefore schedules, count updates. Keras' own ``gradient_accumulation_steps``
+        works, too, but reduces every batch's gradients. ValueError if a later call of ``apply``
+        has other variables.
+    average_aggregated_gradients : bool, optional
+        Divide the sum by the number of batches.
+    process_set : ProcessSet, optional
+        The ranks that reduce with each other. Ranks outside it train alone.
+    scale_local_gradients : bool, optional
+        Divide gradients of local variables (`register_local_var` of the optimizer) by the
+        number of ranks: they then weigh as much as averaged ones.
 
     Examples
     --------
@@ -134,13 +148,18 @@ def load_model(
 
     Parameters
     ----------
-    filepath : a .keras file of ``model.save``, with or without hororing. Keras 3 does not
-        load the optimizer's state from an .h5 file.
-    custom_optimizers : classes of optimizers that the file may contain, besides those of Keras.
-    custom_objects : as for ``keras.models.load_model``.
-    compression : as for `DistributedOptimizer`. For its other arguments use
-        ``keras.models.load_model``, and ``DistributedOptimizer(model.optimizer, ...)`` after it.
-    legacy_opts : must be False: Keras 3 has no legacy optimizers.
+    filepath : str or PathLike
+        A .keras file of ``model.save``, with or without hororing. Keras 3 does not load the
+        optimizer's state from an .h5 file.
+    custom_optimizers : sequence of type, optional
+        Classes of optimizers that the file may contain, besides those of Keras.
+    custom_objects : dict, optional
+        As for ``keras.models.load_model``.
+    compression : Compressor, optional
+        As for `DistributedOptimizer`. For its other arguments use ``keras.models.load_model``,
+        and ``DistributedOptimizer(model.optimizer, ...)`` after it.
+    legacy_opts : bool, optional
+        Must be False: Keras 3 has no legacy optimizers.
 
     Examples
     --------

@@ -79,9 +79,12 @@ def run(
 
     Parameters
     ----------
-    resources : of each actor, by Ray's names.
-    variables : for the ranks, in addition to those of the rendezvous.
-    make : each rank calls it to make the argument of `fn`.
+    resources : dict of str to float
+        Of each actor, by Ray's names.
+    variables : dict of str to str
+        For the ranks, in addition to those of the rendezvous.
+    make : callable or None
+        Each rank calls it to make the argument of `fn`.
     """
     secret, name = protocol.new_secret(), secrets.token_hex(8)
     settings = config.load(variables)

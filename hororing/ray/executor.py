@@ -42,22 +42,33 @@ class RayExecutor:
 
     Parameters
     ----------
-    settings : from `create_settings`.
-    num_workers : the number of ranks, on any nodes; or
-    num_hosts, num_workers_per_host : the number of nodes, and of ranks on each.
-    cpus_per_worker : the number of CPUs that Ray reserves for each rank.
-    use_gpu, gpus_per_worker : likewise; by default one GPU for each. A rank sees the GPUs of all
-        ranks of its node, so that `hvd.local_rank()` is the index of its own.
-    use_current_placement_group : if this process runs in a placement group, so do the actors; only
-        with `num_workers`, and not in an elastic job.
-    min_workers, max_workers : with one of these the job is elastic (docs/elastic.md): `run` calls
-        the result of `hvd.elastic.run` in new actors. It continues without lost actors while there
-        are `min_workers`, and replaces them. It begins with at least `num_workers` (`min_workers`),
+    settings : Settings, optional
+        From `create_settings`.
+    num_workers : int, optional
+        The number of ranks, on any nodes; or.
+    num_hosts, num_workers_per_host : int, optional
+        The number of nodes, and of ranks on each.
+    cpus_per_worker : int, optional
+        The number of CPUs that Ray reserves for each rank.
+    use_gpu, gpus_per_worker : bool or int, optional
+        Likewise; by default one GPU for each. A rank sees the GPUs of all ranks of its node, so
+        that `hvd.local_rank()` is the index of its own.
+    use_current_placement_group : bool, optional
+        If this process runs in a placement group, so do the actors; only with `num_workers`,
+        and not in an elastic job.
+    min_workers, max_workers : int, optional
+        With one of these the job is elastic (docs/elastic.md): `run` calls the result of
+        `hvd.elastic.run` in new actors. It continues without lost actors while there are
+        `min_workers`, and replaces them. It begins with at least `num_workers` (`min_workers`),
         and uses as many as fit into the cluster, up to `max_workers`.
-    reset_limit : the maximum number of changes of members; None: no limit.
-    cooldown_range : minimum and maximum time until another actor replaces a failed one, in seconds.
-    elastic_timeout : maximum time with fewer than `min_workers`, in seconds.
-    override_discovery : False is an error, because Ray discovers the hosts.
+    reset_limit : int, optional
+        The maximum number of changes of members; None: no limit.
+    cooldown_range : tuple of float, optional
+        Minimum and maximum time until another actor replaces a failed one, in seconds.
+    elastic_timeout : float, optional
+        Maximum time with fewer than `min_workers`, in seconds.
+    override_discovery : bool, optional
+        False is an error, because Ray discovers the hosts.
 
     Raises
     ------
@@ -149,12 +160,17 @@ class RayExecutor:
 
         Parameters
         ----------
-        timeout_s : how long actors may take to start, in seconds. In an elastic job,
-            the executor's `elastic_timeout` limits this and the next one.
-        placement_group_timeout_s : how long Ray may take to place them, in seconds.
-        nics : network interfaces, as HORORING_INTERFACE.
-        verbose : no effect.
-        ssh_identity_file, ssh_str : an error, because Ray starts the actors.
+        timeout_s : float, optional
+            How long actors may take to start, in seconds. In an elastic job, the executor's
+            `elastic_timeout` limits this and the next one.
+        placement_group_timeout_s : float, optional
+            How long Ray may take to place them, in seconds.
+        nics : sequence of str or str, optional
+            Network interfaces, as HORORING_INTERFACE.
+        verbose : int, optional
+            No effect.
+        ssh_identity_file, ssh_str : str, optional
+            An error, because Ray starts the actors.
         """
         if ssh_identity_file or ssh_str:
             raise ValueError(
@@ -176,10 +192,13 @@ class RayExecutor:
 
         Parameters
         ----------
-        executable_cls : each rank makes an object of it, for `execute`.
-        executable_args, executable_kwargs : its arguments.
-        extra_env_vars : variables for all ranks, in addition to the HORORING_* and HOROVOD_*
-            variables of this process.
+        executable_cls : callable, optional
+            Each rank makes an object of it, for `execute`.
+        executable_args, executable_kwargs : sequence or dict, optional
+            Its arguments.
+        extra_env_vars : dict, optional
+            Variables for all ranks, in addition to the HORORING_* and HOROVOD_* variables of
+            this process.
 
         Raises
         ------

@@ -45,12 +45,15 @@ def start_store(
 
     Parameters
     ----------
-    ranks : their locations.
-    variables : for all ranks, in addition to those of each rank.
+    ranks : sequence of Location
+        Their locations.
+    variables : dict of str to str
+        For all ranks, in addition to those of each rank.
 
     Returns
     -------
-    The store, the job's secret, and the variables of each rank.
+    (Store, bytes) and list of dict of str to str
+        The store, the job's secret, and the variables of each rank.
     """
     here = locate()
     several = any(each.node != here.node for each in ranks)

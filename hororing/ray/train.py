@@ -24,7 +24,8 @@ class HororingConfig(BackendConfig):  # type: ignore[misc]
 
     Parameters
     ----------
-    env : variables for all workers, in addition to the HORORING_* and HOROVOD_* variables of the
+    env : dict of str to str, optional
+        Variables for all workers, in addition to the HORORING_* and HOROVOD_* variables of the
         process that makes this object.
 
     Examples

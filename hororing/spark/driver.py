@@ -49,15 +49,23 @@ def run(
 
     Parameters
     ----------
-    fn : any callable that cloudpickle can pickle. It calls `hvd.init()` itself.
-    num_proc : the number of ranks. None: Spark's default parallelism.
-    start_timeout : how long Spark may take until all tasks run, in seconds. None: 600.
-    env : variables for all ranks, in addition to those of the executors, and to the HORORING_* and
-        HOROVOD_* variables of this process.
-    nics : network interfaces, as HORORING_INTERFACE.
-    executable : the Python of the ranks. None: that of the executors.
-    use_gloo, verbose : no effect.
-    use_mpi, extra_mpi_args, stdout, stderr, prefix_output_with_timestamp : errors, if given.
+    fn : callable
+        Any callable that cloudpickle can pickle. It calls `hvd.init()` itself.
+    num_proc : int, optional
+        The number of ranks. None: Spark's default parallelism.
+    start_timeout : float, optional
+        How long Spark may take until all tasks run, in seconds. None: 600.
+    env : dict, optional
+        Variables for all ranks, in addition to those of the executors, and to the HORORING_*
+        and HOROVOD_* variables of this process.
+    nics : iterable of str or str, optional
+        Network interfaces, as HORORING_INTERFACE.
+    executable : str, optional
+        The Python of the ranks. None: that of the executors.
+    use_gloo, verbose : bool or int, optional
+        No effect.
+    use_mpi, extra_mpi_args, stdout, stderr, prefix_output_with_timestamp : optional
+        Errors, if given.
 
     Raises
     ------

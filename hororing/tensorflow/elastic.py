@@ -45,9 +45,12 @@ class TensorFlowState(VariablesState):
 
     Parameters
     ----------
-    variables : the same on every rank; None: the global variables of a graph of TensorFlow 1.
-    session : the TensorFlow 1 session of the variables; None: the default session, if there is one.
-    kwargs : the objects by name, which become attributes.
+    variables : iterable, optional
+        The same on every rank; None: the global variables of a graph of TensorFlow 1.
+    session : Session, optional
+        The TensorFlow 1 session of the variables; None: the default session, if there is one.
+    kwargs : dict
+        The objects by name, which become attributes.
     """
 
     def __init__(
@@ -87,10 +90,14 @@ class TensorFlowKerasState(ModelState):
 
     Parameters
     ----------
-    model : must be built.
-    optimizer : None: that of the compiled model, if any.
-    backend : Horovod's; no effect.
-    kwargs : the objects by name.
+    model : Model
+        Must be built.
+    optimizer : Optimizer, optional
+        None: that of the compiled model, if any.
+    backend : module, optional
+        Horovod's; no effect.
+    kwargs : dict
+        The objects by name.
 
     Raises
     ------

@@ -112,12 +112,17 @@ def reduce_gradients(
 
     Parameters
     ----------
-    gradients : tensors, tf.IndexedSlices, or None, which stays None: ranks must agree on which.
-    names : of the requests, one per gradient.
-    keys : `variable_key` of each gradient's variable, for groups given as lists and for `local`.
-    local : keys of variables whose gradients are not reduced, but divided by the number of ranks
-        if `scale_local` is set: then they weigh as much as averaged ones.
-    weight : the weight of this rank's other gradients, a number or a tensor of one element. None:
+    gradients : sequence of Gradient
+        Tensors, tf.IndexedSlices, or None, which stays None: ranks must agree on which.
+    names : sequence of str
+        Of the requests, one per gradient.
+    keys : sequence, optional
+        `variable_key` of each gradient's variable, for groups given as lists and for `local`.
+    local : sequence, optional
+        Keys of variables whose gradients are not reduced, but divided by the number of ranks if
+        `scale_local` is set: then they weigh as much as averaged ones.
+    weight : float or callable, optional
+        The weight of this rank's other gradients, a number or a tensor of one element. None:
         equal weights.
     """
     results = [

@@ -28,10 +28,13 @@ def broadcast_variables(
 
     Parameters
     ----------
-    variables : TensorFlow or Keras variables, in the same order on every rank, such as
+    variables : iterable
+        TensorFlow or Keras variables, in the same order on every rank, such as
         ``model.variables`` or ``optimizer.variables``; build both before.
-    root_rank : counts among all ranks of the job, also within a process set.
-    inplace : Horovod's; variables are assigned either way, and nothing is copied twice.
+    root_rank : int
+        Counts among all ranks of the job, also within a process set.
+    inplace : bool, optional
+        Horovod's; variables are assigned either way, and nothing is copied twice.
 
     Examples
     --------
@@ -119,8 +122,10 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
 
     Parameters
     ----------
-    root_rank : the rank whose values are sent.
-    device : accepted for Horovod's sake; no effect.
+    root_rank : int
+        The rank whose values are sent.
+    device : str, optional
+        Accepted for Horovod's sake; no effect.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:

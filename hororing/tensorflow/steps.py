@@ -24,7 +24,8 @@ class CountedSteps:
 
     Parameters
     ----------
-    by_tape : gradients come from a tape, so only the tape knows whether they are reduced.
+    by_tape : bool, optional
+        Gradients come from a tape, so only the tape knows whether they are reduced.
     """
 
     def __init__(self, by_tape: bool = False) -> None:

@@ -48,11 +48,15 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
 
     Parameters
     ----------
-    fused : False; Horovod's argument. A fused kernel computes the moments of one rank.
-    process_set : the ranks that share statistics. A saved layer holds their numbers.
-    group_size : divide `process_set` into groups of this many consecutive ranks. It must divide the
-        size of the set; 1 means no communication. See docs/large_batch.md for the choice.
-    **kwargs : of keras.layers.BatchNormalization. `name` is also that of the requests: equal on all
+    fused : bool, optional
+        False; Horovod's argument. A fused kernel computes the moments of one rank.
+    process_set : ProcessSet, optional
+        The ranks that share statistics. A saved layer holds their numbers.
+    group_size : int, optional
+        Divide `process_set` into groups of this many consecutive ranks. It must divide the size
+        of the set; 1 means no communication. See docs/large_batch.md for the choice.
+    **kwargs : dict
+        Of keras.layers.BatchNormalization. `name` is also that of the requests: equal on all
         ranks.
 
     Raises

@@ -116,23 +116,35 @@ def DistributedGradientTape(
 
     Parameters
     ----------
-    gradtape : a tf.GradientTape, before or after it was used. It itself stays as it is.
-    compression : how gradients are sent: Compression.none, .fp16, .bf16 or your own Compressor.
-    sparse_as_dense : reduce tf.IndexedSlices as dense tensors instead of gathering them.
-    op : Average, Sum, Min, Max, Product or Adasum.
-    gradient_predivide_factor : with op=Average, divide by this before the sum and multiply by it
-        after: against overflow of 16-bit floats.
-    num_groups : deprecated; use `groups`.
-    groups : a number of groups, or lists of variables. A group is reduced in one message when all
+    gradtape : tf.GradientTape
+        A tf.GradientTape, before or after it was used. It itself stays as it is.
+    compression : Compressor, optional
+        How gradients are sent: Compression.none, .fp16, .bf16 or your own Compressor.
+    sparse_as_dense : bool, optional
+        Reduce tf.IndexedSlices as dense tensors instead of gathering them.
+    op : ReduceOp, optional
+        Average, Sum, Min, Max, Product or Adasum.
+    gradient_predivide_factor : float, optional
+        With op=Average, divide by this before the sum and multiply by it after: against
+        overflow of 16-bit floats.
+    num_groups : int, optional
+        Deprecated; use `groups`.
+    groups : int or sequence of sequence, optional
+        A number of groups, or lists of variables. A group is reduced in one message when all
         its gradients are ready. Variables in no list are reduced one by one.
-    process_set : the ranks that reduce with each other; others keep their own gradients.
-    scale_local_gradients : divide gradients of local sources by the number of ranks.
-    device_dense, device_sparse : accepted for Horovod's sake; no effect.
-    weight : with op=Average, how much this rank's gradients count: its number of samples or tokens,
+    process_set : ProcessSet, optional
+        The ranks that reduce with each other; others keep their own gradients.
+    scale_local_gradients : bool, optional
+        Divide gradients of local sources by the number of ranks.
+    device_dense, device_sparse : str, optional
+        Accepted for Horovod's sake; no effect.
+    weight : float or callable, optional
+        With op=Average, how much this rank's gradients count: its number of samples or tokens,
         a number or a tensor of one element, not negative. The result is the sum of the ranks'
         gradients times their weights, divided by the sum of the weights; what is of weight 0
-        contributes nothing. Where all weights are 0 gradients are 0: leave the step out, if your
-        optimizer has momentum. All ranks pass a weight, or none does. Local sources have none.
+        contributes nothing. Where all weights are 0 gradients are 0: leave the step out, if
+        your optimizer has momentum. All ranks pass a weight, or none does. Local sources have
+        none.
 
     Examples
     --------

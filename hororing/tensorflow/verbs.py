@@ -63,23 +63,32 @@ def allreduce(
 
     Parameters
     ----------
-    tensor : a tensor or variable, of the same shape and type on every rank; or tf.IndexedSlices,
+    tensor : tensor
+        A tensor or variable, of the same shape and type on every rank; or tf.IndexedSlices,
         whose rows are gathered (op is Average, which divides the values, or Sum).
-    average : deprecated; True is op=Average, False op=Sum.
-    compression : how the tensor is sent, e.g. ``Compression.fp16``.
-    op : Average (the default), Sum, Min, Max, Product, or Adasum (floating point, among all ranks,
-        whose number is a power of two). An average of integers is truncated toward zero; bool has
-        no average.
-    prescale_factor, postscale_factor : applied to every rank's tensor, and to the result.
-    name : unique among tensors in flight; made from the graph, or from the order of eager calls,
+    average : bool, optional
+        Deprecated; True is op=Average, False op=Sum.
+    compression : Compressor, optional
+        How the tensor is sent, e.g. ``Compression.fp16``.
+    op : ReduceOp, optional
+        Average (the default), Sum, Min, Max, Product, or Adasum (floating point, among all
+        ranks, whose number is a power of two). An average of integers is truncated toward zero;
+        bool has no average.
+    prescale_factor, postscale_factor : float, optional
+        Applied to every rank's tensor, and to the result.
+    name : str, optional
+        Unique among tensors in flight; made from the graph, or from the order of eager calls,
         when omitted.
-    process_set : the ranks that take part; all of the job when omitted.
-    device_dense, device_sparse, ignore_name_scope : accepted for Horovod's sake; no effect.
-    weight : with op=Average, of floats: the weight of this rank's tensor, such as its number of
-        samples; a number, or a tensor of one element. The result is the sum of the ranks' tensors
-        times their weights, divided by the sum of the weights. Tensors of weight 0 are ignored; if
-        all weights are 0 the result is 0. Either all ranks pass a weight, or none does. A weight
-        that is negative or not finite is a ValueError on every rank.
+    process_set : ProcessSet, optional
+        The ranks that take part; all of the job when omitted.
+    device_dense, device_sparse, ignore_name_scope : str or bool, optional
+        Accepted for Horovod's sake; no effect.
+    weight : float or callable, optional
+        With op=Average, of floats: the weight of this rank's tensor, such as its number of
+        samples; a number, or a tensor of one element. The result is the sum of the ranks'
+        tensors times their weights, divided by the sum of the weights. Tensors of weight 0 are
+        ignored; if all weights are 0 the result is 0. Either all ranks pass a weight, or none
+        does. A weight that is negative or not finite is a ValueError on every rank.
 
     Examples
     --------
@@ -300,8 +309,10 @@ def alltoall(
 
     Parameters
     ----------
-    tensor : rows for rank 0, then those for rank 1, ...; ranks may differ in the first dimension.
-    splits : how many rows each rank of the set gets: a list, or a one-dimensional tensor of int32.
+    tensor : tensor
+        Rows for rank 0, then those for rank 1, ...; ranks may differ in the first dimension.
+    splits : sequence of int, optional
+        How many rows each rank of the set gets: a list, or a one-dimensional tensor of int32.
         Rows beyond their sum are not sent. Without `splits`, every rank gets the same number.
 
     Examples

@@ -60,28 +60,38 @@ def DistributedOptimizer(
 
     Parameters
     ----------
-    optimizer : any torch optimizer. It becomes a distributed one itself.
-    named_parameters : ``model.named_parameters()``: the names of all parameters of the optimizer,
-        for messages and the timeline. Without it, names are made from positions, and all ranks
-        must create their optimizers in the same order.
-    compression : how gradients are sent: Compression.none, .fp16, .bf16 or your own Compressor; or
+    optimizer : torch.optim.Optimizer
+        Any torch optimizer. It becomes a distributed one itself.
+    named_parameters : iterable of (str, torch.Tensor), optional
+        ``model.named_parameters()``: the names of all parameters of the optimizer, for messages
+        and the timeline. Without it, names are made from positions, and all ranks must create
+        their optimizers in the same order.
+    compression : Compressor, optional
+        How gradients are sent: Compression.none, .fp16, .bf16 or your own Compressor; or
         Compression.int8, .powersgd, .topk or .auto, which send the rest in later steps
         (docs/compression.md); with op=Average or Sum.
-    backward_passes_per_step : the number of backward passes, of which the last one reduces.
-        Gradients add up over passes and are averaged over ranks.
-    op : Average, Sum, Min, Max or Product; or Adasum, see below. Another backward pass before
+    backward_passes_per_step : int, optional
+        The number of backward passes, of which the last one reduces. Gradients add up over
+        passes and are averaged over ranks.
+    op : ReduceOp, optional
+        Average, Sum, Min, Max or Product; or Adasum, see below. Another backward pass before
         `step()` or `zero_grad()` averages again with Average; with another operation it is an
         AssertionError.
-    gradient_predivide_factor : with op=Average, divide by this before the sum and multiply by
-        it after: against overflow of 16-bit floats.
-    num_groups : deprecated; use `groups`.
-    groups : a number of groups, or lists of parameters. A group is reduced in one message when all
+    gradient_predivide_factor : float, optional
+        With op=Average, divide by this before the sum and multiply by it after: against
+        overflow of 16-bit floats.
+    num_groups : int, optional
+        Deprecated; use `groups`.
+    groups : int or str or sequence of sequence of torch.Tensor, optional
+        A number of groups, or lists of parameters. A group is reduced in one message when all
         its gradients are ready. Parameters in no list are reduced one by one. "auto": the
         groups whose reductions finish earliest, found from measurements of the first steps; see
         docs/scheduling.md.
-    sparse_as_dense : reduce sparse gradients as dense ones. Needed if a rank may lack a gradient
-        that it has never had: it cannot know that it is sparse (MismatchError).
-    process_set : the ranks that reduce with each other. Ranks outside it step alone.
+    sparse_as_dense : bool, optional
+        Reduce sparse gradients as dense ones. Needed if a rank may lack a gradient that it has
+        never had: it cannot know that it is sparse (MismatchError).
+    process_set : ProcessSet, optional
+        The ranks that reduce with each other. Ranks outside it step alone.
 
     Notes
     -----

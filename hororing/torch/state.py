@@ -26,7 +26,8 @@ def broadcast_parameters(
 
     Parameters
     ----------
-    params : ``model.state_dict()``, a list of (name, tensor) pairs, or a list of tensors.
+    params : dict of str to torch.Tensor or iterable of (str, torch.Tensor) or torch.Tensor
+        ``model.state_dict()``, a list of (name, tensor) pairs, or a list of tensors.
 
     Raises
     ------
@@ -173,8 +174,10 @@ def broadcast_optimizer_state(
 
     Parameters
     ----------
-    optimizer : plain or distributed; of the same class with the same groups on every rank.
-    model : the optimizer's model, if some of its embeddings have sparse gradients, which are not
+    optimizer : torch.optim.Optimizer
+        Plain or distributed; of the same class with the same groups on every rank.
+    model : torch.nn.Module, optional
+        The optimizer's model, if some of its embeddings have sparse gradients, which are not
         made zero.
 
     Raises

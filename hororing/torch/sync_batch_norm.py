@@ -64,12 +64,15 @@ class SyncBatchNorm(Grouped, _BatchNorm):
 
     Parameters
     ----------
-    num_features, eps, momentum, affine, track_running_stats, device, dtype, bias : as for
-        torch.nn.BatchNorm2d.
-    process_set : the ranks that share statistics.
-    group_size : divide `process_set` into groups of this many consecutive ranks. It must divide the
-        size of the set; 1 means no communication. See docs/large_batch.md for the choice.
-    name : of its requests, equal on all ranks; when omitted, unnamed layers are numbered as they
+    num_features, eps, momentum, affine, track_running_stats, device, dtype, bias : optional
+        As for torch.nn.BatchNorm2d.
+    process_set : ProcessSet, optional
+        The ranks that share statistics.
+    group_size : int, optional
+        Divide `process_set` into groups of this many consecutive ranks. It must divide the size
+        of the set; 1 means no communication. See docs/large_batch.md for the choice.
+    name : str, optional
+        Of its requests, equal on all ranks; when omitted, unnamed layers are numbered as they
         are made. Copies of a layer share it.
 
     Raises

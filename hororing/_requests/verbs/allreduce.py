@@ -33,20 +33,28 @@ class Allreduce(Requests[T]):
 
         Parameters
         ----------
-        tensor : any shape, the same shape and data type on every rank.
-        average : deprecated; True is op=Average, False op=Sum.
-        name : unique among tensors in flight; made from the order of calls when omitted.
-        compression : how the tensor is sent, e.g. ``Compression.fp16``.
-        op : Average (the default), Sum, Min, Max, Product, or Adasum (floating point, among all
+        tensor : tensor
+            Any shape, the same shape and data type on every rank.
+        average : bool, optional
+            Deprecated; True is op=Average, False op=Sum.
+        name : str, optional
+            Unique among tensors in flight; made from the order of calls when omitted.
+        compression : Compressor, optional
+            How the tensor is sent, e.g. ``Compression.fp16``.
+        op : ReduceOp, optional
+            Average (the default), Sum, Min, Max, Product, or Adasum (floating point, among all
             ranks, whose number is a power of two). An average of integers is truncated toward
             zero; bool has no average.
-        prescale_factor, postscale_factor : applied to every rank's tensor, and to the result.
-        process_set : the ranks that take part; all of the job when omitted.
-        weight : with op=Average, of floats: the weight of this rank's tensor, such as its number of
-            samples. The result is the sum of the ranks' tensors times their weights, divided by the
-            sum of the weights. Tensors of weight 0 are ignored; if all weights are 0 the result is
-            0. Either all ranks pass a weight, or none does. A weight that is negative or not finite
-            is a ValueError on every rank.
+        prescale_factor, postscale_factor : float, optional
+            Applied to every rank's tensor, and to the result.
+        process_set : ProcessSet, optional
+            The ranks that take part; all of the job when omitted.
+        weight : float, optional
+            With op=Average, of floats: the weight of this rank's tensor, such as its number of
+            samples. The result is the sum of the ranks' tensors times their weights, divided by
+            the sum of the weights. Tensors of weight 0 are ignored; if all weights are 0 the
+            result is 0. Either all ranks pass a weight, or none does. A weight that is negative
+            or not finite is a ValueError on every rank.
 
         Examples
         --------

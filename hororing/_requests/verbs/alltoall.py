@@ -28,11 +28,13 @@ class Alltoall(Requests[T]):
 
         Parameters
         ----------
-        tensor : rows for rank 0, then those for rank 1, ...; ranks may differ in the first
-            dimension only.
-        splits : how many rows each rank of the set gets: a list, or a one-dimensional tensor of
-            int32. Rows beyond their sum are not sent. Without `splits`, every rank gets the same
-            number.
+        tensor : tensor
+            Rows for rank 0, then those for rank 1, ...; ranks may differ in the first dimension
+            only.
+        splits : sequence of int, optional
+            How many rows each rank of the set gets: a list, or a one-dimensional tensor of
+            int32. Rows beyond their sum are not sent. Without `splits`, every rank gets the
+            same number.
 
         Examples
         --------

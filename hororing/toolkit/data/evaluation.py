@@ -44,7 +44,8 @@ def masked_batches(
 
     Parameters
     ----------
-    rank, size : by default those of hororing.
+    rank, size : int, optional
+        By default those of hororing.
 
     Raises
     ------
@@ -119,7 +120,8 @@ class Totals:
 
     Parameters
     ----------
-    names : of the metrics, the same on all ranks.
+    names : iterable of str
+        Of the metrics, the same on all ranks.
 
     Examples
     --------
@@ -150,9 +152,11 @@ class Totals:
 
         Parameters
         ----------
-        values : shape (batch, ...); integers and booleans are counted exactly, others added up in
+        values : array_like
+            Shape (batch, ...); integers and booleans are counted exactly, others added up in
             float64.
-        mask : booleans of shape (batch,): which of them count. Others may be anything, NaN too.
+        mask : array_like of bool, optional
+            Booleans of shape (batch,): which of them count. Others may be anything, NaN too.
 
         Raises
         ------
@@ -250,16 +254,20 @@ def evaluate_checkpoints(
 
     Parameters
     ----------
-    checkpoints : paths. Rank 0's are used: others may see a file later, or not at all.
-    evaluate : called with each of them on every rank; loads it, and returns what
-        `Totals.reduced()` (or `evaluate` of an adapter) returned.
-    output : a file that gets, on rank 0, a line of JSON per checkpoint as soon as it is evaluated:
-        {"checkpoint": ..., "correct": {"total": ..., "count": ..., "mean": ...}}. Checkpoints in
-        the file are not evaluated again: an interrupted evaluation continues.
+    checkpoints : iterable of str or PathLike
+        paths. Rank 0's are used: others may see a file later, or not at all.
+    evaluate : callable
+        Called with each of them on every rank; loads it, and returns what `Totals.reduced()`
+        (or `evaluate` of an adapter) returned.
+    output : str or PathLike, optional
+        A file that gets, on rank 0, a line of JSON per checkpoint as soon as it is evaluated:
+        {"checkpoint": ..., "correct": {"total": ..., "count": ..., "mean": ...}}. Checkpoints
+        in the file are not evaluated again: an interrupted evaluation continues.
 
     Returns
     -------
-    The results by path, including those in the file; the same on every rank.
+    dict of str to dict of str to Total
+        The results by path, including those in the file; the same on every rank.
 
     Raises
     ------

@@ -22,8 +22,10 @@ class Normalize:
 
     Parameters
     ----------
-    mean, std : per channel, of images whose values are in [0, 1].
-    channels : of the result; those beyond the images' are 0.
+    mean, std : sequence of float
+        Per channel, of images whose values are in [0, 1].
+    channels : int, optional
+        Of the result; those beyond the images' are 0.
 
     Raises
     ------

@@ -66,13 +66,18 @@ class Shard:
 
     Parameters
     ----------
-    samples : of the whole data set (or files, if processes read whole files).
-    rank, size : this process among those that share the samples; by default those of hororing.
-    seed : of the permutations; equal on all processes.
-    shuffle : False for the order of the data set in every epoch.
-    remainder : if `size` does not divide the samples: "drop" leaves the last ones of the
-        permutation (fewer than `size`) out of this epoch, "repeat" takes the missing ones from its
-        start again, "uneven" gives some processes one more than others. With the first two, all
+    samples : int
+        Of the whole data set (or files, if processes read whole files).
+    rank, size : int, optional
+        This process among those that share the samples; by default those of hororing.
+    seed : int, optional
+        Of the permutations; equal on all processes.
+    shuffle : bool, optional
+        False for the order of the data set in every epoch.
+    remainder : str, optional
+        If `size` does not divide the samples: "drop" leaves the last ones of the permutation
+        (fewer than `size`) out of this epoch, "repeat" takes the missing ones from its start
+        again, "uneven" gives some processes one more than others. With the first two, all
         shards have the same length.
 
     Raises

@@ -25,8 +25,10 @@ def average_moving_statistics(
 
     Parameters
     ----------
-    model : a model or layer; every BatchNormalization in it is averaged, Keras' own too.
-    samples : the weight of this rank, if ranks have trained on different numbers of samples.
+    model : keras.layers.Layer
+        A model or layer; every BatchNormalization in it is averaged, Keras' own too.
+    samples : float, optional
+        The weight of this rank, if ranks have trained on different numbers of samples.
 
     Raises
     ------
@@ -65,7 +67,8 @@ class AverageMovingStatistics(keras.callbacks.Callback):  # type: ignore[misc]
 
     Parameters
     ----------
-    samples, process_set : as for the function.
+    samples, process_set : float or ProcessSet, optional
+        As for the function.
 
     Raises
     ------

@@ -17,8 +17,10 @@ class RunRecordCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     Parameters
     ----------
-    record : `RunRecord`.
-    weight : of this rank in the averages, such as its number of samples.
+    record : RunRecord
+        `RunRecord`.
+    weight : float, optional
+        Of this rank in the averages, such as its number of samples.
 
     Examples
     --------

@@ -25,9 +25,12 @@ def weighted_mean(
 
     Parameters
     ----------
-    arrays : of the same shapes on all ranks.
-    weight : of this rank; not negative. What a rank of weight 0 has does not matter, NaN included.
-    name : of the request.
+    arrays : sequence of Array
+        Of the same shapes on all ranks.
+    weight : float, optional
+        Of this rank; not negative. What a rank of weight 0 has does not matter, NaN included.
+    name : str
+        Of the request.
 
     Raises
     ------

@@ -26,9 +26,12 @@ def group_size_for(batch_size: int, hosts: Sequence[Hashable], target: int = 32)
 
     Parameters
     ----------
-    batch_size : samples of a rank.
-    hosts : a key for the host of each rank, in rank order.
-    target : samples of a group, at least.
+    batch_size : int
+        Samples of a rank.
+    hosts : sequence of Hashable
+        A key for the host of each rank, in rank order.
+    target : int, optional
+        Samples of a group, at least.
 
     Examples
     --------
@@ -61,8 +64,10 @@ def choose_group_size(
 
     Parameters
     ----------
-    batch_size : samples of a rank in a step; the same on all ranks.
-    samples : of a group, at least.
+    batch_size : int
+        Samples of a rank in a step; the same on all ranks.
+    samples : int, optional
+        Of a group, at least.
 
     Raises
     ------

@@ -65,9 +65,12 @@ def make_hierarchy(
 
     Parameters
     ----------
-    period_group_size_dict : from periods, ascending, to groups as `make_groups` takes them.
-    warmup_steps : synchronous steps in the beginning.
-    hosts : the host of each rank, by rank: anything that can be compared.
+    period_group_size_dict : dict
+        From periods, ascending, to groups as `make_groups` takes them.
+    warmup_steps : int
+        Synchronous steps in the beginning.
+    hosts : sequence
+        The host of each rank, by rank: anything that can be compared.
 
     Raises
     ------

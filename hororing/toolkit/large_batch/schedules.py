@@ -21,9 +21,12 @@ def effective_batch(micro_batch: int, accumulation: int = 1, replicas: int = 1) 
 
     Parameters
     ----------
-    micro_batch : samples of one forward pass of one replica.
-    accumulation : passes before an update: `backward_passes_per_step`.
-    replicas : ranks that average gradients, usually ``hvd.size()``.
+    micro_batch : int
+        Samples of one forward pass of one replica.
+    accumulation : int, optional
+        Passes before an update: `backward_passes_per_step`.
+    replicas : int, optional
+        Ranks that average gradients, usually ``hvd.size()``.
 
     Examples
     --------
@@ -87,12 +90,18 @@ class WarmupPolynomial:
 
     Parameters
     ----------
-    peak : the rate at the end of warm-up.
-    total_steps, warmup_steps : updates; warm-up is part of the total.
-    start, end : the first rate, and the last.
-    power : 2 is usual with LARS, 1 is linear, 0 keeps the peak.
-    form : where the clock c of the decay begins. "shift": at W, so the rate is continuous; "mask":
-        at 0, and warm-up hides its first part, so the rate drops at W to where the decay has come.
+    peak : float
+        The rate at the end of warm-up.
+    total_steps, warmup_steps : int, optional
+        Updates; warm-up is part of the total.
+    start, end : float, optional
+        The first rate, and the last.
+    power : float, optional
+        2 is usual with LARS, 1 is linear, 0 keeps the peak.
+    form : str, optional
+        Where the clock c of the decay begins. "shift": at W, so the rate is continuous; "mask":
+        at 0, and warm-up hides its first part, so the rate drops at W to where the decay has
+        come.
 
     Examples
     --------
@@ -155,12 +164,18 @@ class WarmupPolynomial:
 
         Parameters
         ----------
-        batch : see `effective_batch`.
-        samples : of the training set; incomplete batches are dropped.
-        epochs, warmup_epochs : warm-up is part of the epochs.
-        base_rate, reference_batch : see `linear_scaled_rate`.
-        start : the first rate; None: `base_rate`, or the peak where that is lower (Goyal et al.).
-        end, power, form : see the class.
+        batch : array_like
+            See `effective_batch`.
+        samples : int
+            Of the training set; incomplete batches are dropped.
+        epochs, warmup_epochs : float, optional
+            Warm-up is part of the epochs.
+        base_rate, reference_batch : float or int, optional
+            See `linear_scaled_rate`.
+        start : float, optional
+            The first rate; None: `base_rate`, or the peak where that is lower (Goyal et al.).
+        end, power, form : float or str, optional
+            See the class.
 
         Examples
         --------

@@ -53,9 +53,11 @@ class StochasticRounding:
 
     Parameters
     ----------
-    seed : from 0 to 2**64 - 1; rank 0's counts. None: a random one. All ranks of the set must make
+    seed : int, optional
+        From 0 to 2**64 - 1; rank 0's counts. None: a random one. All ranks of the set must make
         this object, after `init()`.
-    process_set : the ranks that hold the same weights.
+    process_set : ProcessSet, optional
+        The ranks that hold the same weights.
     """
 
     def __init__(

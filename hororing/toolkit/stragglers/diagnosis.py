@@ -158,8 +158,10 @@ def diagnose(recording: Recording, tolerance_s: float | None = None) -> Diagnosi
 
     Parameters
     ----------
-    recording : `read_timeline(path)`.
-    tolerance_s : None: a tenth of the median step, 1 ms at least.
+    recording : Recording
+        `read_timeline(path)`.
+    tolerance_s : float, optional
+        None: a tenth of the median step, 1 ms at least.
 
     Raises
     ------

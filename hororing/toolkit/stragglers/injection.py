@@ -49,13 +49,19 @@ class StragglerInjector:
 
     Parameters
     ----------
-    probability : of a delay, for each rank and step; 0 .. 1.
-    delay_s : seconds.
-    seed : the same on all ranks.
-    ranks : the ranks that may be late; None: all.
-    hosts : the hosts whose ranks may be late: names, or numbers in the order of their first ranks;
+    probability : float, optional
+        Of a delay, for each rank and step; 0 .. 1.
+    delay_s : float, optional
+        seconds.
+    seed : int, optional
+        The same on all ranks.
+    ranks : iterable of int, optional
+        The ranks that may be late; None: all.
+    hosts : iterable of int or str, optional
+        The hosts whose ranks may be late: names, or numbers in the order of their first ranks;
         None: all. With both, a rank must be in both.
-    rank, host_of : for use without `init`: this rank, and the host (name or number) of every rank.
+    rank, host_of : int or iterable of int or str, optional
+        For use without `init`: this rank, and the host (name or number) of every rank.
 
     Raises
     ------

@@ -52,11 +52,15 @@ def replay(
 
     Parameters
     ----------
-    durations : (steps, ranks), seconds that each step takes each rank by itself.
-    levels : {period in steps: ranks in a group}; {1: size} is synchronous training, {8: size} local
+    durations : ArrayLike
+        (steps, ranks), seconds that each step takes each rank by itself.
+    levels : dict of int to int
+        {period in steps: ranks in a group}; {1: size} is synchronous training, {8: size} local
         SGD with period 8, {2: 8, 8: size} hierarchical SGD.
-    gradient_group : number of ranks that average their gradients in every step; 1: none.
-    cost : seconds for averaging in a group, as a function of its number of ranks.
+    gradient_group : int, optional
+        Number of ranks that average their gradients in every step; 1: none.
+    cost : callable, optional
+        Seconds for averaging in a group, as a function of its number of ranks.
 
     Raises
     ------

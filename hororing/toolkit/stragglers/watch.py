@@ -26,7 +26,8 @@ class StragglerWatch:
 
     Parameters
     ----------
-    tolerance_s : as in `diagnose`.
+    tolerance_s : float, optional
+        As in `diagnose`.
 
     Raises
     ------

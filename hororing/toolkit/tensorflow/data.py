@@ -18,12 +18,13 @@ def shard_indices(shard: Shard, *, advance: bool = True) -> tf.data.Dataset:
 
     Parameters
     ----------
-    advance : begin the shard's next epoch where an iteration has ended (not where it is left
-        early), as ``model.fit(dataset, epochs=...)`` needs it. False: call `set_epoch`. tf.data
-        reads ahead: the epoch may end before the last samples are trained on. To build a new model,
+    advance : bool, optional
+        Begin the shard's next epoch where an iteration has ended (not where it is left early),
+        as ``model.fit(dataset, epochs=...)`` needs it. False: call `set_epoch`. tf.data reads
+        ahead: the epoch may end before the last samples are trained on. To build a new model,
         ``fit`` on JAX and torch iterates once more. If a short epoch is read ahead to its end
-        there, training begins with the next epoch, maybe on this rank only: use False then, with
-        ``LambdaCallback(on_epoch_begin=lambda epoch, logs: shard.set_epoch(epoch))``.
+        there, training begins with the next epoch, maybe on this rank only: use False then,
+        with ``LambdaCallback(on_epoch_begin=lambda epoch, logs: shard.set_epoch(epoch))``.
 
     Examples
     --------

@@ -24,7 +24,8 @@ def average_running_statistics(
 
     Parameters
     ----------
-    samples : the weight of this rank, if ranks have trained on different numbers of samples.
+    samples : float, optional
+        The weight of this rank, if ranks have trained on different numbers of samples.
 
     Raises
     ------

@@ -17,7 +17,8 @@ class Tracker(ABC):
 
     Parameters
     ----------
-    required : raise ModuleNotFoundError if it is not installed, instead of leaving it out.
+    required : bool, optional
+        Raise ModuleNotFoundError if it is not installed, instead of leaving it out.
     """
 
     package: str  # what is imported

@@ -33,17 +33,24 @@ class RunRecord:
 
     Parameters
     ----------
-    folder : of the file, `<name>.jsonl`; created if missing.
-    config : hyper-parameters, by name; values may be nested dicts and lists. Rank 0's are used.
-    name : default: the time and a random number. If the file exists, the run is resumed in it.
-    seed : of the run's random numbers.
-    maximize : metrics whose largest value is the best; for others the smallest is.
-    trackers : others that get the same on rank 0: `TensorBoard(...)`, `WeightsAndBiases(...)`,
+    folder : str or PathLike
+        Of the file, `<name>.jsonl`; created if missing.
+    config : dict, optional
+        Hyper-parameters, by name; values may be nested dicts and lists. Rank 0's are used.
+    name : str, optional
+        Default: the time and a random number. If the file exists, the run is resumed in it.
+    seed : int, optional
+        Of the run's random numbers.
+    maximize : iterable of str, optional
+        Metrics whose largest value is the best; for others the smallest is.
+    trackers : iterable of Tracker, optional
+        Others that get the same on rank 0: `TensorBoard(...)`, `WeightsAndBiases(...)`,
         `MLflow(...)`. Trackers that are not installed are left out with a warning.
 
     Attributes
     ----------
-    path : of the file, on every rank.
+    path : Path
+        Of the file, on every rank.
 
     Raises
     ------
@@ -102,9 +109,12 @@ class RunRecord:
 
         Parameters
         ----------
-        step : a number that grows; rank 0's counts.
-        metrics : numbers, or what `float` takes; the same names on every rank.
-        weight : of this rank, such as the number of its samples; finite, 0 at least. The averages
+        step : int
+            A number that grows; rank 0's counts.
+        metrics : dict
+            Numbers, or what `float` takes; the same names on every rank.
+        weight : float, optional
+            Of this rank, such as the number of its samples; finite, 0 at least. The averages
             are sum(weight * value) / sum(weight), in float64. A rank of weight 0 adds nothing,
             whatever its values are; where all weigh 0, the averages are NaN.
 

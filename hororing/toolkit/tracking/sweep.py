@@ -96,15 +96,21 @@ def coarse_to_fine(
 
     Parameters
     ----------
-    objective : trains with `attempt.params` on all ranks, and returns the objective; rank 0's
-        counts. It may raise `StopEarly`, on all ranks; NaN and infinities are failures.
-    space : name -> `Range` or a list of choices. Choices stay as they are in all rounds.
-    rounds : trials in each round. The first draws at random from all of the space, later ones with
+    objective : callable
+        Trains with `attempt.params` on all ranks, and returns the objective; rank 0's counts.
+        It may raise `StopEarly`, on all ranks; NaN and infinities are failures.
+    space : Space
+        Name -> `Range` or a list of choices. Choices stay as they are in all rounds.
+    rounds : sequence of int, optional
+        Trials in each round. The first draws at random from all of the space, later ones with
         Optuna's TPE sampler from ranges that are `shrink` times as wide, around the best.
-    seed : of the samplers.
-    pruner : of Optuna; default: its median pruner.
-    storage : of Optuna, such as ``sqlite:///sweep.db``; default: in memory. An existing study of
-        this `name` continues: its trials count for the best one.
+    seed : int, optional
+        Of the samplers.
+    pruner : BasePruner, optional
+        Of Optuna; default: its median pruner.
+    storage : str, optional
+        Of Optuna, such as ``sqlite:///sweep.db``; default: in memory. An existing study of this
+        `name` continues: its trials count for the best one.
 
     Raises
     ------

@@ -65,10 +65,14 @@ class Auto(StatefulCompression):
 
     Parameters
     ----------
-    methods : the methods to try, in this order.
-    least_cosine : a bucket with a smaller cosine of exact and compressed sum is not compressed.
-    sample_steps : steps between two checks of cosines and losses.
-    scope : of all methods; see `StatefulCompression`.
+    methods : tuple of Method, optional
+        The methods to try, in this order.
+    least_cosine : float, optional
+        A bucket with a smaller cosine of exact and compressed sum is not compressed.
+    sample_steps : int, optional
+        Steps between two checks of cosines and losses.
+    scope : {"all", "hosts"}
+        Of all methods; see `StatefulCompression`.
     """
 
     methods: tuple[Method, ...] = (Int8(), PowerSGD())

@@ -30,9 +30,11 @@ class Int8(Method):
 
     Parameters
     ----------
-    block : elements that share a scale, a multiple of 4 of at most 65,536: gradients are padded to
+    block : int, optional
+        Elements that share a scale, a multiple of 4 of at most 65,536: gradients are padded to
         whole blocks.
-    scope : see `StatefulCompression`.
+    scope : {"all", "hosts"}
+        See `StatefulCompression`.
     """
 
     block: int = 256

@@ -74,15 +74,21 @@ class Piece:
 
     Attributes
     ----------
-    flat : the sum of gradients and errors of earlier steps; float32, or float64 for such gradients.
-        The method replaces it by the new errors: its sum over all ranks was the result, times
-        `divisor`, plus the sum of the errors.
-    lengths : elements of `flat` for each parameter: a multiple of the method's `multiple`; those
+    flat : torch.Tensor
+        The sum of gradients and errors of earlier steps; float32, or float64 for such
+        gradients. The method replaces it by the new errors: its sum over all ranks was the
+        result, times `divisor`, plus the sum of the errors.
+    lengths : sequence of int
+        Elements of `flat` for each parameter: a multiple of the method's `multiple`; those
         beyond the elements of the parameter are zero.
-    given : the gradients; results may overwrite them.
-    names : of the parameters.
-    kept : the state that the method keeps for each; may be empty.
-    divisor : of the sum.
+    given : sequence of torch.Tensor
+        The gradients; results may overwrite them.
+    names : sequence of str
+        Of the parameters.
+    kept : sequence of Kept
+        The state that the method keeps for each; may be empty.
+    divisor : int
+        Of the sum.
     """
 
     flat: torch.Tensor

@@ -33,9 +33,11 @@ class PowerSGD(Method):
 
     Parameters
     ----------
-    rank : of the matrices, r above; at least 1. Tensors of less than two dimensions, and those that
-        P and Q would not halve, are sent uncompressed.
-    scope : see `StatefulCompression`.
+    rank : int, optional
+        Of the matrices, r above; at least 1. Tensors of less than two dimensions, and those
+        that P and Q would not halve, are sent uncompressed.
+    scope : {"all", "hosts"}
+        See `StatefulCompression`.
     """
 
     rank: int = 4

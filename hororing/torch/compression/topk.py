@@ -24,8 +24,10 @@ class TopK(Method):
 
     Parameters
     ----------
-    ratio : of the elements of a gradient, in (0, 1]; at least one is sent.
-    scope : see `StatefulCompression`.
+    ratio : float, optional
+        Of the elements of a gradient, in (0, 1]; at least one is sent.
+    scope : {"all", "hosts"}
+        See `StatefulCompression`.
     """
 
     ratio: float = 0.01

@@ -29,8 +29,10 @@ class Board:
 
     Parameters
     ----------
-    prefix : returns the prefix of the keys, which no other group has used. May block.
-    place : of this rank in the group.
+    prefix : callable
+        Returns the prefix of the keys, which no other group has used. May block.
+    place : Place
+        Of this rank in the group.
     """
 
     def __init__(self, store: Any, prefix: Callable[[], str], place: int) -> None:

@@ -26,8 +26,10 @@ class Scope:
 
     Parameters
     ----------
-    group : the call's group.
-    name : such as "group1.7", or "group1.7.then1" for its first callback.
+    group : ProcessGroup
+        The call's group.
+    name : str
+        Such as "group1.7", or "group1.7.then1" for its first callback.
     """
 
     def __init__(self, group: Any, name: str) -> None:

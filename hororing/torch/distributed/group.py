@@ -22,9 +22,14 @@ class ProcessGroup(Reductions, Exchanges, PointToPoint):
 
     Parameters
     ----------
-    rank : of this process among `ranks`.
-    ranks : of the job, in the order of the group.
-    timeout : how long a call waits.
-    store : torch's store, which all members share.
-    at_shutdown : called when the group is destroyed.
+    rank : int
+        Of this process among `ranks`.
+    ranks : list of int
+        Of the job, in the order of the group.
+    timeout : datetime.timedelta
+        How long a call waits.
+    store : Store
+        Torch's store, which all members share.
+    at_shutdown : callable
+        Called when the group is destroyed.
     """

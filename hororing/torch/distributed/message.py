@@ -35,10 +35,14 @@ class Message(Work):
 
     Parameters
     ----------
-    verb : for errors.
-    find : returns its route, or None while it is unknown. Does not block.
-    start : submits the request under the route's name in its set, and returns the handle.
-    found : called once, when `find` is no longer called.
+    verb : str
+        For errors.
+    find : callable
+        Returns its route, or None while it is unknown. Does not block.
+    start : callable
+        Submits the request under the route's name in its set, and returns the handle.
+    found : callable, optional
+        Called once, when `find` is no longer called.
     """
 
     def __init__(

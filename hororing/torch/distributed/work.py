@@ -37,12 +37,18 @@ class Work(_Work):  # type: ignore[misc]
 
     Parameters
     ----------
-    title : for errors, such as "allreduce 'group0.5'".
-    handle : of `hororing._requests.handles`; 0: it is complete.
-    result : the list of tensors that `result()` and the future return.
-    finish : called once with the result of `collectives.wait(handle)`, by any thread.
-    timeout_s : the maximum wait.
-    on_future : called with the future, when it is first requested.
+    title : str
+        For errors, such as "allreduce 'group0.5'".
+    handle : int
+        Of `hororing._requests.handles`; 0: it is complete.
+    result : list of torch.Tensor
+        The list of tensors that `result()` and the future return.
+    finish : callable, optional
+        Called once with the result of `collectives.wait(handle)`, by any thread.
+    timeout_s : float
+        The maximum wait.
+    on_future : callable, optional
+        Called with the future, when it is first requested.
     """
 
     def __init__(

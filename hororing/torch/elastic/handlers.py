@@ -27,8 +27,10 @@ class StateHandler:
 
     Attributes
     ----------
-    value : the value.
-    send : how `sync` sends tensors.
+    value : array_like
+        The value.
+    send : callable
+        How `sync` sends tensors.
     """
 
     def __init__(self, value: Any) -> None:

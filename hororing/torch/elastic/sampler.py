@@ -28,9 +28,12 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     Parameters
     ----------
-    dataset : of the same length on every rank.
-    shuffle : a new order in each epoch, the same on all ranks; else ascending.
-    seed : of that order, the same on all ranks.
+    dataset : Sized
+        Of the same length on every rank.
+    shuffle : bool, optional
+        A new order in each epoch, the same on all ranks; else ascending.
+    seed : int, optional
+        Of that order, the same on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:

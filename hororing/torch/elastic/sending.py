@@ -22,8 +22,10 @@ def sources(members: Sequence[Member], lacks: Sequence[bool]) -> list[int] | Non
 
     Parameters
     ----------
-    members : by rank.
-    lacks : whether a rank lacks the state, by rank; rank 0 has it.
+    members : sequence of Member
+        By rank.
+    lacks : sequence of bool
+        Whether a rank lacks the state, by rank; rank 0 has it.
     """
     if len({each.host for each in members}) == 1:
         return None
@@ -44,8 +46,10 @@ class Sender:
 
     Parameters
     ----------
-    rank : that of this process.
-    found : the result of `sources`.
+    rank : int
+        That of this process.
+    found : sequence of int
+        The result of `sources`.
     """
 
     def __init__(self, rank: int, found: Sequence[int]) -> None:

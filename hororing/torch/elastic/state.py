@@ -32,8 +32,10 @@ class TorchState(SteppedState):
 
     Parameters
     ----------
-    model, optimizer : attributes of these names, unless None.
-    kwargs : further attributes. All ranks pass the same names and types.
+    model, optimizer : torch.nn.Module or torch.optim.Optimizer, optional
+        Attributes of these names, unless None.
+    kwargs : dict
+        Further attributes. All ranks pass the same names and types.
 
     Raises
     ------

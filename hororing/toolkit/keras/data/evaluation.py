@@ -25,13 +25,15 @@ def evaluate(
 
     Parameters
     ----------
-    batches : of this rank: (inputs, targets), or (inputs, targets, mask), as from
+    batches : iterable
+        Of this rank: (inputs, targets), or (inputs, targets, mask), as from
         `hororing.toolkit.data.evaluation.masked_arrays`. Ranks may have different numbers of
         batches, and none, unless layers of the model communicate in inference.
-    metrics : by name, functions of (targets, outputs), as Keras has them, that return a value for
+    metrics : dict of str to Metric
+        By name, functions of (targets, outputs), as Keras has them, that return a value for
         each sample, of shape (batch, ...): ``keras.losses.sparse_categorical_crossentropy``,
-        ``keras.metrics.sparse_categorical_accuracy``. Booleans and integers are counted exactly,
-        others are added up in float64 (in which zeros and ones are exact, too).
+        ``keras.metrics.sparse_categorical_accuracy``. Booleans and integers are counted
+        exactly, others are added up in float64 (in which zeros and ones are exact, too).
 
     Notes
     -----

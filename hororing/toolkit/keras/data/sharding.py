@@ -21,13 +21,17 @@ class ShardedArrays(keras.utils.PyDataset):  # type: ignore[misc]  # Keras decla
 
     Parameters
     ----------
-    arrays : of equal length, of NumPy or anything that takes an array of indices: (x, y), or (x, y,
+    arrays : sequence
+        Of equal length, of NumPy or anything that takes an array of indices: (x, y), or (x, y,
         sample_weight).
-    batch_size : of this process.
-    shard : the samples and their order; by default ``Shard(len(arrays[0]))``. To resume within an
-        epoch pass ``initial_epoch=shard.epoch`` to `fit`: the shard's processed samples are left
-        out. (Keras warns that the data of this short epoch ran out, and continues.)
-    **options : of keras.utils.PyDataset, as workers. On torch and JAX, several workers need a model
+    batch_size : int
+        Of this process.
+    shard : Shard, optional
+        The samples and their order; by default ``Shard(len(arrays[0]))``. To resume within an
+        epoch pass ``initial_epoch=shard.epoch`` to `fit`: the shard's processed samples are
+        left out. (Keras warns that the data of this short epoch ran out, and continues.).
+    **options : dict
+        Of keras.utils.PyDataset, as workers. On torch and JAX, several workers need a model
         that has been built with its metrics, such as by ``model.evaluate(x[:1], y[:1])``.
 
     Raises

@@ -328,9 +328,10 @@ def HierarchicalSGD(
 
     Parameters
     ----------
-    optimizer : any optimizer of Keras 3 except LossScaleOptimizer.
-    name, compression, backward_passes_per_step, average_aggregated_gradients : as for
-        `hororing.keras.DistributedOptimizer`. Sparse gradients are made dense.
+    optimizer : Optimizer
+        Any optimizer of Keras 3 except LossScaleOptimizer.
+    name, compression, backward_passes_per_step, average_aggregated_gradients : optional
+        As for `hororing.keras.DistributedOptimizer`. Sparse gradients are made dense.
 
     Raises
     ------

@@ -20,8 +20,9 @@ class HierarchicalSGDCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     Parameters
     ----------
-    every_epoch : False: only at the end of training. Each rank then validates and saves its own
-        weights, which differ between averages.
+    every_epoch : bool, optional
+        False: only at the end of training. Each rank then validates and saves its own weights,
+        which differ between averages.
 
     Raises
     ------

@@ -32,14 +32,22 @@ class LAMB(Layerwise):
 
     Parameters
     ----------
-    learning_rate : a number, a LearningRateSchedule or a function.
-    beta_1, beta_2 : decay of the two moments.
-    epsilon : added to the root.
-    weight_decay : d, inside the ratio.
-    phi : None: phi(x) = x; or (low, high), such as (0, 10): x is clipped to that range.
-    no_decay, no_adaptation : as for `LARS`; without adaptation the ratio is 1, which is AdamW.
-    rounding : as for `LARS`.
-    **options : of keras.optimizers.Optimizer: clipnorm, gradient_accumulation_steps, name, ...
+    learning_rate : float or LearningRateSchedule or callable, optional
+        A number, a LearningRateSchedule or a function.
+    beta_1, beta_2 : float, optional
+        Decay of the two moments.
+    epsilon : float, optional
+        Added to the root.
+    weight_decay : float, optional
+        D, inside the ratio.
+    phi : sequence of float, optional
+        None: phi(x) = x; or (low, high), such as (0, 10): x is clipped to that range.
+    no_decay, no_adaptation : iterable of str, optional
+        As for `LARS`; without adaptation the ratio is 1, which is AdamW.
+    rounding : StochasticRounding, optional
+        As for `LARS`.
+    **options : dict
+        Of keras.optimizers.Optimizer: clipnorm, gradient_accumulation_steps, name, ...
 
     Examples
     --------

@@ -28,22 +28,34 @@ class LARS(Layerwise):
 
     Parameters
     ----------
-    learning_rate : a number, a LearningRateSchedule or a function.
-    momentum : from 0 to below 1.
-    weight_decay : d, coupled: it is part of the gradient, unlike that of Keras' optimizers.
-    trust_coefficient : the paper's eta.
-    epsilon : 0 in the paper and in the MLPerf reference; added to the denominator.
-    denominator : "paper": |g| + d |w| + epsilon; "sum": |g + d w| + epsilon.
-    momentum_form : "scaled": the rate is inside v, as above; "unscaled":
-        ``u = momentum * u + g + d * w``, ``w = w - learning_rate * trust * u``.
-    clip : trust is at most 1 / learning_rate, so that the rate is at most 1 (LARC).
-    nesterov : look ahead.
-    no_decay, no_adaptation : two lists of regular expressions that are searched for in the paths
-        of variables; a variable that matches does not decay, or has trust 1. None: variables of
-        at most one dimension, gamma and beta. `exclude_from_weight_decay` of Keras counts, too.
-    rounding : of 16-bit variables. None: float32 master weights are kept (4 bytes per element).
+    learning_rate : float or LearningRateSchedule or callable, optional
+        A number, a LearningRateSchedule or a function.
+    momentum : float, optional
+        From 0 to below 1.
+    weight_decay : float, optional
+        D, coupled: it is part of the gradient, unlike that of Keras' optimizers.
+    trust_coefficient : float, optional
+        The paper's eta.
+    epsilon : float, optional
+        0 in the paper and in the MLPerf reference; added to the denominator.
+    denominator : str, optional
+        "paper": |g| + d |w| + epsilon; "sum": |g + d w| + epsilon.
+    momentum_form : str, optional
+        "scaled": the rate is inside v, as above; "unscaled": ``u = momentum * u + g + d * w``,
+        ``w = w - learning_rate * trust * u``.
+    clip : bool, optional
+        Trust is at most 1 / learning_rate, so that the rate is at most 1 (LARC).
+    nesterov : bool, optional
+        Look ahead.
+    no_decay, no_adaptation : iterable of str, optional
+        Two lists of regular expressions that are searched for in the paths of variables; a
+        variable that matches does not decay, or has trust 1. None: variables of at most one
+        dimension, gamma and beta. `exclude_from_weight_decay` of Keras counts, too.
+    rounding : StochasticRounding, optional
+        Of 16-bit variables. None: float32 master weights are kept (4 bytes per element).
         Otherwise there are none, and the variables are rounded at random.
-    **options : of keras.optimizers.Optimizer: clipnorm, gradient_accumulation_steps, name, ...
+    **options : dict
+        Of keras.optimizers.Optimizer: clipnorm, gradient_accumulation_steps, name, ...
 
     Examples
     --------

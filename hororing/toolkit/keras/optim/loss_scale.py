@@ -24,8 +24,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[m
 
     Parameters
     ----------
-    inner_optimizer, initial_scale, dynamic_growth_steps, name : as for Keras'.
-    process_set : the ranks that decide together; a ProcessSet, or the ranks of a registered one.
+    inner_optimizer, initial_scale, dynamic_growth_steps, name : optional
+        As for Keras'.
+    process_set : ProcessSet or sequence of int, optional
+        The ranks that decide together; a ProcessSet, or the ranks of a registered one.
 
     Examples
     --------

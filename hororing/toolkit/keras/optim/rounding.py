@@ -34,12 +34,17 @@ def round_stochastically(
 
     Parameters
     ----------
-    values : float32, any shape.
-    dtype : "float16" or "bfloat16".
-    seed : of the run, from 0 to 2**64 - 1; see `shared_seed` of hororing.toolkit.large_batch.
-    tensor, step : numbers of the tensor and of the step, each with its own random numbers. The step
-        may be a tensor of integers.
-    stream : 0 if all ranks need the same result, `rank_stream()` if each has its own.
+    values : array_like
+        Float32, any shape.
+    dtype : {"float16", "bfloat16"}
+        The type to round to.
+    seed : int
+        Of the run, from 0 to 2**64 - 1; see `shared_seed` of hororing.toolkit.large_batch.
+    tensor, step : tensor or int, optional
+        Numbers of the tensor and of the step, each with its own random numbers. The step may be
+        a tensor of integers.
+    stream : int, optional
+        0 if all ranks need the same result, `rank_stream()` if each has its own.
 
     Examples
     --------
@@ -116,10 +121,14 @@ class StochasticCast(keras.layers.Layer):  # type: ignore[misc]  # Keras declare
 
     Parameters
     ----------
-    to : "bfloat16" or "float16".
-    seed : of the run; layers with equal seeds need different `tensor` numbers.
-    tensor : a number that is unique to the layer.
-    **options : of keras.layers.Layer: name, ...
+    to : {"bfloat16", "float16"}
+        The type to round to.
+    seed : int
+        Of the run; layers with equal seeds need different `tensor` numbers.
+    tensor : tensor, optional
+        A number that is unique to the layer.
+    **options : dict
+        Of keras.layers.Layer: name, ...
 
     Examples
     --------

@@ -22,7 +22,8 @@ class WarmupPolynomial(keras.optimizers.schedules.LearningRateSchedule):  # type
 
     Parameters
     ----------
-    peak, total_steps, warmup_steps, start, end, power, form : as there.
+    peak, total_steps, warmup_steps, start, end, power, form : float or int or str, optional
+        As there.
 
     Examples
     --------
@@ -74,12 +75,14 @@ class ScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     Parameters
     ----------
-    schedule : a function of the step, such as
+    schedule : callable
+        A function of the step, such as
         ``hororing.toolkit.large_batch.schedules.WarmupPolynomial``.
-    momentum_correction : multiply the velocity of Keras' SGD, which contains the rate, by new rate
-        / old rate, so that momentum has the effect that it has in torch (Goyal et al. 2017,
-        arXiv:1706.02677, section 3). Optimizers whose momentum contains no rate are left alone, and
-        LARS as well: the rate inside its momentum is part of its definition.
+    momentum_correction : bool, optional
+        Multiply the velocity of Keras' SGD, which contains the rate, by new rate / old rate, so
+        that momentum has the effect that it has in torch (Goyal et al. 2017, arXiv:1706.02677,
+        section 3). Optimizers whose momentum contains no rate are left alone, and LARS as well:
+        the rate inside its momentum is part of its definition.
 
     Raises
     ------

@@ -38,13 +38,16 @@ def evaluate(
 
     Parameters
     ----------
-    batches : of this rank: (inputs, targets), or (inputs, targets, mask), as from `masked_loader`;
-        inputs are a tensor, or a tuple of the model's arguments. Ranks may have different numbers
-        of batches, and none, unless layers of the model communicate in evaluation.
-    metrics : by name, functions of (outputs, targets) that return a value for each sample, of shape
+    batches : iterable
+        Of this rank: (inputs, targets), or (inputs, targets, mask), as from `masked_loader`;
+        inputs are a tensor, or a tuple of the model's arguments. Ranks may have different
+        numbers of batches, and none, unless layers of the model communicate in evaluation.
+    metrics : dict of str to Metric
+        By name, functions of (outputs, targets) that return a value for each sample, of shape
         (batch, ...), as ``functools.partial(functional.cross_entropy, reduction="none")`` does.
         Booleans and integers are counted exactly, others are added up in float64.
-    device : where batches are put; by default where the model's first parameter is.
+    device : torch.device or str, optional
+        Where batches are put; by default where the model's first parameter is.
 
     Notes
     -----
@@ -167,9 +170,12 @@ def masked_loader(
 
     Parameters
     ----------
-    dataset : with a length, whose items are tuples.
-    rank, size : by default those of hororing.
-    **options : of DataLoader, as num_workers, pin_memory, collate_fn.
+    dataset : Dataset
+        With a length, whose items are tuples.
+    rank, size : int, optional
+        By default those of hororing.
+    **options : dict
+        Of DataLoader, as num_workers, pin_memory, collate_fn.
 
     Examples
     --------

@@ -20,9 +20,12 @@ class ShardSampler(Shard, Sampler[int]):
 
     Parameters
     ----------
-    dataset : an object with the length of the data set, or that length.
-    rank, size : as for `Shard`.
-    **options : `seed`, `shuffle` and `remainder`, as for `Shard`.
+    dataset : Sized or int
+        An object with the length of the data set, or that length.
+    rank, size : int, optional
+        As for `Shard`.
+    **options : dict
+        `seed`, `shuffle` and `remainder`, as for `Shard`.
 
     Examples
     --------

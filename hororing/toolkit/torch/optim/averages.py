@@ -20,10 +20,14 @@ class Average:
 
     Parameters
     ----------
-    name : of the request, the same on all ranks; one in flight at a time.
-    tensors : at least one; the same shapes and dtypes on every rank, on one device.
-    share : this rank's weight, of a total of 1; None: equal weights.
-    in_place : put the mean into `tensors`, which must not be used before `finish`; otherwise it is
+    name : str
+        Of the request, the same on all ranks; one in flight at a time.
+    tensors : sequence of torch.Tensor
+        At least one; the same shapes and dtypes on every rank, on one device.
+    share : float or None
+        This rank's weight, of a total of 1; None: equal weights.
+    in_place : bool
+        Put the mean into `tensors`, which must not be used before `finish`; otherwise it is
         that of their current values, in new tensors.
     """
 

@@ -188,11 +188,14 @@ def with_float32_update(
 
     Parameters
     ----------
-    optimizer : any torch optimizer whose step calls its closure once (not LBFGS).
-    rounding : None: float32 master weights are kept (4 bytes per parameter). Otherwise there are no
+    optimizer : AnyOptimizer
+        Any torch optimizer whose step calls its closure once (not LBFGS).
+    rounding : StochasticRounding, optional
+        None: float32 master weights are kept (4 bytes per parameter). Otherwise there are no
         master weights, and parameters are rounded at random.
-    max_norm : clip the norm of all gradients together, in float32; with a GradScaler, the only
-        way to clip float16 gradients.
+    max_norm : float, optional
+        Clip the norm of all gradients together, in float32; with a GradScaler, the only way to
+        clip float16 gradients.
 
     Examples
     --------

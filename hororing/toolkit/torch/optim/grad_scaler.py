@@ -26,9 +26,12 @@ class GradScaler(torch.amp.GradScaler):
 
     Parameters
     ----------
-    device : of the scale: "cpu" or "cuda".
-    init_scale, growth_factor, backoff_factor, growth_interval, enabled : as for torch's.
-    process_set : the ranks that must make the same decision: those whose weights are ever averaged.
+    device : str, optional
+        Of the scale: "cpu" or "cuda".
+    init_scale, growth_factor, backoff_factor, growth_interval, enabled : optional
+        As for torch's.
+    process_set : ProcessSet, optional
+        The ranks that must make the same decision: those whose weights are ever averaged.
 
     Examples
     --------

@@ -57,41 +57,55 @@ def HierarchicalSGD(
 
     Parameters
     ----------
-    optimizer : any torch optimizer except LBFGS. It becomes a hierarchical SGD optimizer itself.
-    named_parameters : as for `DistributedOptimizer`.
-    period_group_size_dict : from periods, ascending, each a multiple of the one before, to groups:
-        a number of consecutive ranks, "host", "world", or lists of ranks. Groups nest; the last is
-        all ranks. ``OrderedDict([(2, 4), (8, 16)])``: groups of 4 every 2 steps, all 16 every 8th.
+    optimizer : torch.optim.Optimizer
+        Any torch optimizer except LBFGS. It becomes a hierarchical SGD optimizer itself.
+    named_parameters : iterable of (str, torch.Tensor), optional
+        As for `DistributedOptimizer`.
+    period_group_size_dict : dict
+        From periods, ascending, each a multiple of the one before, to groups: a number of
+        consecutive ranks, "host", "world", or lists of ranks. Groups nest; the last is all
+        ranks. ``OrderedDict([(2, 4), (8, 16)])``: groups of 4 every 2 steps, all 16 every 8th.
         hororing/toolkit/large_batch/hierarchy.py defines when a level is due.
-    warmup_steps : number of synchronous steps at the start.
-    named_buffers : ``model.named_buffers()``: those of floating point (batch-norm statistics) are
-        averaged with the weights. Nothing is sent in the forward pass. Leave out buffers that must
-        not be averaged.
-    gradient_groups : groups, as above, whose gradients are averaged in each step after the warm-up;
-        None: each rank uses its own (torch: post_local_gradient_allreduce=False).
-    momentum : "keep": each rank its own; "average": with the weights; "reset": to zero, and the
-        steps of bias correction as well, when weights are averaged.
-    momentum_keys : which tensors in the optimizer's state are momenta, if it is not one of torch's.
-    outer : SlowMo or OuterSGD of hororing.toolkit.large_batch.outer, which is applied to averages
+    warmup_steps : int, optional
+        Number of synchronous steps at the start.
+    named_buffers : iterable of (str, torch.Tensor), optional
+        ``model.named_buffers()``: those of floating point (batch-norm statistics) are averaged
+        with the weights. Nothing is sent in the forward pass. Leave out buffers that must not
+        be averaged.
+    gradient_groups : int or str or sequence of sequence of int, optional
+        Groups, as above, whose gradients are averaged in each step after the warm-up; None:
+        each rank uses its own (torch: post_local_gradient_allreduce=False).
+    momentum : str, optional
+        "keep": each rank its own; "average": with the weights; "reset": to zero, and the steps
+        of bias correction as well, when weights are averaged.
+    momentum_keys : iterable of str, optional
+        Which tensors in the optimizer's state are momenta, if it is not one of torch's.
+    outer : Outer, optional
+        SlowMo or OuterSGD of hororing.toolkit.large_batch.outer, which is applied to averages
         of the last level. Keeps two copies of the weights. All ranks must start with the same
         weights.
-    weight : the weight of this rank in averages, for example its number of samples; None on all
+    weight : float, optional
+        The weight of this rank in averages, for example its number of samples; None on all
         ranks: equal weights.
-    delay_steps : averages run while training continues, and their correction, mean - snapshot, is
-        added after this number of steps; at most the shortest period. Needs a copy of the weights;
+    delay_steps : int, optional
+        Averages run while training continues, and their correction, mean - snapshot, is added
+        after this number of steps; at most the shortest period. Needs a copy of the weights;
         excludes momentum="average".
-    overlap_backward : when an average is due, update and average weights while backward still
-        runs: for optimizers that update each parameter by itself. Needs gradient_groups=None;
-        excludes clipping, GradScaler, closures, delay_steps, and momentum="average".
-    late_parameters : those that are not updated inside backward: used by an operation that runs its
-        backward after their gradient is complete.
-    compression, backward_passes_per_step : as for `DistributedOptimizer`; compression is for
-        gradients.
+    overlap_backward : bool, optional
+        When an average is due, update and average weights while backward still runs: for
+        optimizers that update each parameter by itself. Needs gradient_groups=None; excludes
+        clipping, GradScaler, closures, delay_steps, and momentum="average".
+    late_parameters : iterable of torch.Tensor, optional
+        Those that are not updated inside backward: used by an operation that runs its backward
+        after their gradient is complete.
+    compression, backward_passes_per_step : Compressor or int, optional
+        As for `DistributedOptimizer`; compression is for gradients.
 
     Returns
     -------
-    The optimizer, with `final_average()`, to be called by all ranks before evaluation and
-    checkpoints; `regroup()`; `steps_done`; `last_average`. `state_dict()` has the counter.
+    object
+        The optimizer, with `final_average()`, to be called by all ranks before evaluation and
+        checkpoints; `regroup()`; `steps_done`; `last_average`. `state_dict()` has the counter.
 
     Raises
     ------

@@ -27,16 +27,24 @@ class LAMB(Float32Update):
 
     Parameters
     ----------
-    params : parameters or groups. A group has one more option than those below, ``adapt`` (True);
+    params : iterable
+        Parameters or groups. A group has one more option than those below, ``adapt`` (True);
         False makes the ratio 1, which is AdamW. Use ``parameter_groups(model, ...)`` to exclude
         biases and parameters of batch-norm. float16 and bfloat16 are updated in float32.
-    lr : learning rate; schedules change it.
-    betas : decay of the two moments.
-    eps : added to the root.
-    weight_decay : d, inside the ratio.
-    phi : None: phi(x) = x; or (low, high), such as (0, 10): x is clipped to that range.
-    rounding : of 16-bit parameters; None keeps float32 master weights. See `with_float32_update`.
-    max_norm : clip the norm of all gradients together, before anything else.
+    lr : float or torch.Tensor, optional
+        Learning rate; schedules change it.
+    betas : tuple of float, optional
+        Decay of the two moments.
+    eps : float, optional
+        Added to the root.
+    weight_decay : float, optional
+        D, inside the ratio.
+    phi : tuple of float, optional
+        None: phi(x) = x; or (low, high), such as (0, 10): x is clipped to that range.
+    rounding : StochasticRounding, optional
+        Of 16-bit parameters; None keeps float32 master weights. See `with_float32_update`.
+    max_norm : float, optional
+        Clip the norm of all gradients together, before anything else.
 
     Examples
     --------

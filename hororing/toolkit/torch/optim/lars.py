@@ -25,22 +25,34 @@ class LARS(Float32Update):
 
     Parameters
     ----------
-    params : parameters or groups. A group has one more option than those below, ``adapt`` (True);
-        False makes trust 1. Biases and parameters of batch-norm must neither adapt nor decay: use
-        ``parameter_groups(model, ...)``. float16 and bfloat16 are updated in float32.
-    lr : learning rate; schedules change it.
-    momentum : from 0 to below 1.
-    weight_decay : d, coupled: it is part of the gradient.
-    trust_coefficient : the paper's eta.
-    eps : 0 in the paper and in the MLPerf reference; added to the denominator.
-    denominator : "paper": |g| + d |w| + eps; "sum": |g + d w| + eps.
-    momentum_form : "scaled": the rate is inside v, as above (the paper, TensorFlow, MLPerf);
-        "unscaled": ``u = momentum * u + g + d * w``, ``w = w - lr * trust * u``.
-    clip : trust is at most 1 / lr, so that the rate is at most 1 (LARC): lr * trust becomes
+    params : iterable
+        Parameters or groups. A group has one more option than those below, ``adapt`` (True);
+        False makes trust 1. Biases and parameters of batch-norm must neither adapt nor decay:
+        use ``parameter_groups(model, ...)``. float16 and bfloat16 are updated in float32.
+    lr : float or torch.Tensor
+        Learning rate; schedules change it.
+    momentum : float, optional
+        From 0 to below 1.
+    weight_decay : float, optional
+        D, coupled: it is part of the gradient.
+    trust_coefficient : float, optional
+        The paper's eta.
+    eps : float, optional
+        0 in the paper and in the MLPerf reference; added to the denominator.
+    denominator : str, optional
+        "paper": |g| + d |w| + eps; "sum": |g + d w| + eps.
+    momentum_form : str, optional
+        "scaled": the rate is inside v, as above (the paper, TensorFlow, MLPerf); "unscaled":
+        ``u = momentum * u + g + d * w``, ``w = w - lr * trust * u``.
+    clip : bool, optional
+        Trust is at most 1 / lr, so that the rate is at most 1 (LARC): lr * trust becomes
         min(trust, lr).
-    nesterov : look ahead: momentum * v + lr * trust * (g + d * w) in place of v.
-    rounding : of 16-bit parameters; None keeps float32 master weights. See `with_float32_update`.
-    max_norm : clip the norm of all gradients together, before anything else.
+    nesterov : bool, optional
+        Look ahead: momentum * v + lr * trust * (g + d * w) in place of v.
+    rounding : StochasticRounding, optional
+        Of 16-bit parameters; None keeps float32 master weights. See `with_float32_update`.
+    max_norm : float, optional
+        Clip the norm of all gradients together, before anything else.
 
     Notes
     -----

@@ -35,17 +35,21 @@ def parameter_groups(
 
     Parameters
     ----------
-    model : any module. Parameters without requires_grad are left out, shared ones come once.
-    weight_decay : of those that decay.
-    exclude_from_decay, exclude_from_adaptation : two lists, since implementations differ: regular
-        expressions that are searched for in names, or a function (name, parameter) -> bool. None:
-        parameters of at most one dimension, and those of normalisation layers. An expression that
-        matches no parameter is a ValueError.
+    model : nn.Module
+        Any module. Parameters without requires_grad are left out, shared ones come once.
+    weight_decay : float
+        Of those that decay.
+    exclude_from_decay, exclude_from_adaptation : Choice, optional
+        Two lists, since implementations differ: regular expressions that are searched for in
+        names, or a function (name, parameter) -> bool. None: parameters of at most one
+        dimension, and those of normalisation layers. An expression that matches no parameter is
+        a ValueError.
 
     Returns
     -------
-    At most four groups with ``params``, ``weight_decay`` and ``adapt``, none empty, in an order
-    that depends on the model alone.
+    list of dict
+        At most four groups with ``params``, ``weight_decay`` and ``adapt``, none empty, in an
+        order that depends on the model alone.
 
     Examples
     --------
@@ -112,8 +116,10 @@ def zero_last_gammas(model: nn.Module, names: Iterable[str]) -> None:
 
     Parameters
     ----------
-    model : a module with normalisation layers.
-    names : regular expressions that match whole names of layers, as ``r"layer\d\.\d\.bn3"`` for
+    model : nn.Module
+        A module with normalisation layers.
+    names : iterable of str
+        Regular expressions that match whole names of layers, as ``r"layer\d\.\d\.bn3"`` for
         torchvision's ResNet-50. ValueError if one matches none, or a layer without a weight.
 
     Examples

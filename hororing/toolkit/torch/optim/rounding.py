@@ -32,11 +32,16 @@ def round_into(
 
     Parameters
     ----------
-    result : float16 or bfloat16; any strides.
-    source : float32, of the same shape and device.
-    seed : of the run, from 0 to 2**64 - 1; see `shared_seed` of hororing.toolkit.large_batch.
-    tensor, step : numbers of the tensor and of the step, each with its own random numbers.
-    stream : 0 if all ranks need the same result, `rank_stream()` if each has its own.
+    result : torch.Tensor
+        Float16 or bfloat16; any strides.
+    source : torch.Tensor
+        Float32, of the same shape and device.
+    seed : int
+        Of the run, from 0 to 2**64 - 1; see `shared_seed` of hororing.toolkit.large_batch.
+    tensor, step : tensor or int, optional
+        Numbers of the tensor and of the step, each with its own random numbers.
+    stream : int, optional
+        0 if all ranks need the same result, `rank_stream()` if each has its own.
 
     Examples
     --------
@@ -125,9 +130,12 @@ class StochasticCast(nn.Module):
 
     Parameters
     ----------
-    dtype : torch.bfloat16 or torch.float16.
-    seed : of the run; layers with equal seeds need different `tensor` numbers.
-    tensor : a number that is unique to the layer.
+    dtype : torch.dtype, optional
+        torch.bfloat16 or torch.float16.
+    seed : int
+        Of the run; layers with equal seeds need different `tensor` numbers.
+    tensor : tensor, optional
+        A number that is unique to the layer.
 
     Examples
     --------

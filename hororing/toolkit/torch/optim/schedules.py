@@ -18,10 +18,14 @@ class ScheduleLR(LRScheduler):
 
     Parameters
     ----------
-    optimizer : any torch optimizer, distributed or not. Its own ``lr`` is replaced.
-    schedule : a function of the step, such as `WarmupPolynomial`. Not saved with the scheduler.
-    factors : the factor of each parameter group's rate; None: 1.
-    last_epoch : the last step, if training is resumed without a state_dict.
+    optimizer : torch.optim.Optimizer
+        Any torch optimizer, distributed or not. Its own ``lr`` is replaced.
+    schedule : callable
+        A function of the step, such as `WarmupPolynomial`. Not saved with the scheduler.
+    factors : sequence of float, optional
+        The factor of each parameter group's rate; None: 1.
+    last_epoch : int, optional
+        The last step, if training is resumed without a state_dict.
 
     Examples
     --------
