@@ -18,14 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PRIVATE = re.compile(r"hororing/(?:_job/|_engine/|hororun/(?!function))")  # nobody else calls these
 SECTIONS = ("Parameters", "Attributes", "Returns", "Yields", "Other Parameters")
-WORDS = set(
-    """
+WORDS = """
     int float bool str bytes complex object type None True False
     list lists tuple dict set frozenset sequence mapping iterable iterator generator
     callable function path file array array_like tensor scalar module class
     optional of or and to by default same shape nested
-    """.split()
-)
+"""
 HEADING = re.compile(r"^( *)(\w[\w ]*)\n\1(-{3,})$", re.MULTILINE)
 
 
@@ -34,7 +32,7 @@ def is_type(text: str) -> bool:
     text = re.sub(r"\"[^\"]*\"|'[^']*'|\{[^}]*\}|\[[^\]]*\]|\([^)]*\)", " ", text)
     words = re.findall(r"[^\s,|]+", text)
     return all(
-        word in WORDS
+        word in WORDS.split()
         or re.fullmatch(r"-?[\d.]+", word)
         or re.fullmatch(r"[A-Z]\w*|[a-zA-Z_]\w*(?:\.\w+)+", word)
         for word in words
