@@ -54,6 +54,10 @@ _COMMANDS = {
         "hororing.toolkit.tracking.comparison",
         "compare the records of runs",
     ),
+    "runs": (
+        "hororing.toolkit.runs.command",
+        "a table and a page of all run records in a folder",
+    ),
 }
 
 _MAX_GPU_TEXT = 8192  # bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,9 +38,10 @@ class Run:
     head: dict[str, Any]
     metrics: dict[str, Metric]
     notes: list[str]
-    status: str  # "completed", "failed"; "unfinished": killed, or still running
+    status: str  # "completed", "failed", "pruned"; "unfinished": killed, or still running
     starts: int  # 1 + number of resumptions
     torn: int  # lines cut short by a kill
+    seconds: float = 0.0  # from the latest start to the last line
 
     @property
     def name(self) -> str:
@@ -76,10 +76,18 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         elif line["kind"] in ("run", "end"):
             status = line.get("status", "unfinished")
     notes = [line["text"] for line in lines if line["kind"] == "note"]
-    return Run(Path(path), heads[-1], metrics, notes, status, len(heads), torn)
+    timed = (line for line in reversed(lines) if line["kind"] in ("metrics", "end"))
+    seconds = next((line.get("seconds", 0.0) for line in timed), 0.0)
+    return Run(Path(path), heads[-1], metrics, notes, status, len(heads), torn, seconds)
 
 
-def _lines(texts: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
+def _lines(texts: list[bytes]) -> tuple[list[dict[str, Any]], int]:
+    try:  # all at once takes a third of the time
+        whole = json.loads(b"[" + b",".join(texts) + b"]")
+        if len(whole) == len(texts):
+            return [line for line in whole if isinstance(line, dict) and "kind" in line], 0
+    except ValueError:
+        pass
     found, torn = [], 0
     for text in texts:
         try:

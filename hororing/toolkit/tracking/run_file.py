@@ -49,6 +49,11 @@ class RunFile:
         """Write the end: "completed", "pruned" or "failed". Without a first line, do nothing."""
         if self._file >= 0:
             self._write({"kind": "end", "status": status, **self._now()})
+            self.leave()
+
+    def leave(self) -> None:
+        """Close the file without an end."""
+        if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
