@@ -16,6 +16,8 @@ import threading
 from hororing.watch.hub import Hub, token
 from hororing.watch.server import Server
 
+NONE = "-"  # no job has this id
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -44,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = [name for name in arguments.hosts.split(",") if name]
     rsh = shlex.split(arguments.rsh_agent)
     # hororun tells which job is its own: until then nothing is shown.
-    job = "" if arguments.of_hororun else arguments.job
+    job = NONE if arguments.of_hororun else arguments.job
     hub = Hub(job, names, rsh, arguments.all_users)
     try:
         server = Server(arguments.port, hub, secret)

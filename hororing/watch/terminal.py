@@ -12,6 +12,8 @@ from typing import Any
 from hororing.watch.job import Job
 from hororing.watch.sampler import PERIOD_S, Sampler
 
+_MOST_ROWS = 24
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -90,13 +92,19 @@ def picture(state: dict[str, Any]) -> Any:
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "host", "pid", "late", "waits", "batches", "core", "queue", "now"):
         table.add_column(name, justify="left" if name in ("host", "now") else "right")
-    for each in state["ranks"]:
+    named = {rank for each in state["findings"] if each["kind"] != "host" for rank in each["ranks"]}
+    # Those that matter, if there are too many for a terminal.
+    order = sorted(state["ranks"], key=lambda each: (each["rank"] not in named, -each["late_s"]))
+    shown_ranks = {each["rank"] for each in order[:_MOST_ROWS]}
+    for each in [rank for rank in state["ranks"] if rank["rank"] in shown_ranks]:
         table.add_row(
             str(each["rank"]), each["host"], f"{each['pid']} {each['state']}", ms(each["late_s"]),
             ms(each["waited_s"]), ms(each["batch_s"]), f"{each['core_share']:.0%}",
             f"{each['queued_share']:.0%}", Text(each["doing"], overflow="ellipsis", no_wrap=True),
-            style="bold" if any(each["rank"] in f["ranks"] for f in state["findings"]) else "",
+            style="bold" if each["rank"] in named else "",
         )  # fmt: skip
+    if len(order) > _MOST_ROWS:
+        table.add_row("...", f"{len(order) - _MOST_ROWS} more", *[""] * 7)
     lines: list[Any] = [head, Text(", ".join(facts))]
     colours = {"hang": "bold red", "waiting": "yellow", "late": "yellow", "link": "yellow"}
     for each in state["findings"]:
