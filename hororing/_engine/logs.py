@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-from hororing._engine import core
+from hororing._engine import core, recorder
 from hororing._engine.core import ffi, lib
 from hororing._job import threads
 
@@ -29,7 +29,7 @@ _COMPARED = 200  # characters; one text may be cut
 
 
 class _RankPrefix(logging.Filter):
-    """Puts "[rank 1]" before every message."""
+    """Puts "[rank 1]" before every message, and warnings into the flight recorder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +39,8 @@ class _RankPrefix(logging.Filter):
         rank = getattr(record, "of_rank", self.rank)
         record.msg = f"[rank {'?' if rank is None else rank}] {record.getMessage()}"
         record.args = ()
+        if record.levelno >= logging.WARNING:
+            recorder.tell(record.levelno, record.msg)
         return True
 
 

@@ -31,7 +31,6 @@ import socket
 import stat
 import struct
 import sys
-import threading
 import time
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
@@ -59,6 +58,7 @@ _SHOWN = _TOTALS + _TOTALS_STRUCT.size
 _EVENT = struct.Struct("<qiBBB49s")
 _SIZE = _RING + _EVENTS * _EVENT.size
 _MOST_STACK_BYTES = 2**18
+_MOST_LOG_BYTES = 320  # of the line of the log beside the script's numbers
 _KINDS = {1: "submitted", 2: "agreed", 3: "done", 4: "failed"}
 _COLLECTIVES = {
     int(getattr(lib, f"HR_{name.upper()}")): name
@@ -86,7 +86,9 @@ class _Own:
     mapped: mmap.mmap | None = None
     facts: dict[str, Any] = {}  # noqa: RUF012 - there is one
     shown: dict[str, float] = {}  # noqa: RUF012
-    lock = threading.Lock()
+    step: int | None = None
+    shown_at_ns = 0
+    told: dict[str, Any] | None = None  # the latest warning or error in the log
 
 
 def begin(folder: str | None, stack_signal: int, started_by: Launch, job: str) -> None:
@@ -129,37 +131,54 @@ def note(**facts: int | None) -> None:
     _Own.mapped[:_JSON] = text.ljust(_JSON, b"\0")
 
 
-def show(step: int | None = None, **values: float) -> None:
+def show(step: int | None = None, /, **values: float) -> None:
     """Show numbers of the script to those who watch this process (docs/watching.md).
 
-    They replace those of the same names; the others stay. Takes about 20 us, and never waits. Does
-    nothing before `init`.
+    They replace those of the same names; the others stay. Takes about 20 us, and never waits. What
+    is shown before `init` is seen with the next call.
 
     Parameters
     ----------
-    step : of the training, to which they belong; None: unknown.
-    values : numbers, such as ``loss``. ``samples`` is the number of samples of this rank so far;
-        the page shows how many there are in a second. All names and numbers have room for about
-        800 bytes; later names that do not fit are left out, and counted.
+    step : int, optional
+        Of the training, to which they belong.
+    **values : float
+        Numbers, such as ``loss``. ``samples`` is the number of samples of this rank so far; the
+        page shows how many there are in a second. All names and numbers have room for about 800
+        bytes; later names that do not fit are left out, and counted.
 
     Raises
     ------
     TypeError, ValueError : a value is no number.
     """
     numbers = {name: float(value) for name, value in values.items()}
-    if _Own.mapped is None:
+    # Replaced, not changed: without a lock, which a signal handler or a fork might find taken.
+    _Own.shown, _Own.step = {**_Own.shown, **numbers}, step
+    _write_shown(time.monotonic_ns())
+
+
+def tell(level: int, text: str) -> None:
+    """Show a line of the log to those who watch this process, instead of the one before."""
+    cut = printable(text).encode("utf-8", "replace")[:_MOST_LOG_BYTES].decode("utf-8", "ignore")
+    _Own.told = {"at_ns": time.monotonic_ns(), "level": level, "text": cut}
+    _write_shown(_Own.shown_at_ns)
+
+
+def _write_shown(now_ns: int) -> None:
+    mapped = _Own.mapped
+    if mapped is None or _Own.facts.get("pid") != os.getpid():  # a forked child has it, too
         return
-    with _Own.lock:
-        _Own.shown.update(numbers)
-        shown: dict[str, Any] = {"at_ns": time.monotonic_ns(), "step": step, "left_out": 0}
-        kept: dict[str, float | str] = {}
-        shown["values"] = kept
-        for name, value in _Own.shown.items():
-            kept[name] = float(f"{value:.9g}") if math.isfinite(value) else str(value)
-            if len(_encoded(shown)) >= _RING - _SHOWN - 3:
-                del kept[name]
-                shown["left_out"] += 1
-        _Own.mapped[_SHOWN:] = _encoded(shown).ljust(_RING - _SHOWN, b"\0")
+    _Own.shown_at_ns = now_ns
+    shown: dict[str, Any] = {"at_ns": now_ns, "step": _Own.step, "left_out": 0}
+    if _Own.told is not None:
+        shown["told"] = _Own.told
+    kept: dict[str, float | str] = {}
+    shown["values"] = kept
+    for name, value in _Own.shown.items():
+        kept[name] = float(f"{value:.9g}") if math.isfinite(value) else str(value)
+        if len(_encoded(shown)) >= _RING - _SHOWN - 3:
+            del kept[name]
+            shown["left_out"] += 1
+    mapped[_SHOWN:] = _encoded(shown).ljust(_RING - _SHOWN, b"\0")
 
 
 def _encoded(shown: dict[str, Any]) -> bytes:
@@ -213,7 +232,7 @@ class Recording:
     stacks: int  # how many were written
     stack: str  # the latest; "": none
     totals: dict[str, int]  # by TOTALS
-    shown: dict[str, Any]  # "at_ns", "step", "left_out", "values"; empty: nothing
+    shown: dict[str, Any]  # "at_ns", "step", "left_out", "values", perhaps "told"; empty: nothing
 
     def unfinished(self) -> list[Event]:
         """The last event of each request that is neither done nor failed, as far as recorded."""
@@ -297,7 +316,14 @@ def _shown(data: bytes) -> dict[str, Any]:
             return {}
         values = {printable(str(name)): float(each) for name, each in shown["values"].items()}
         step = None if shown["step"] is None else int(shown["step"])
-        found = {"at_ns": int(shown["at_ns"]), "step": step, "left_out": int(shown["left_out"])}
+        found: dict[str, Any] = {
+            "at_ns": int(shown["at_ns"]), "step": step, "left_out": int(shown["left_out"]),
+        }  # fmt: skip
+        if told := shown.get("told"):
+            found["told"] = {
+                "at_ns": int(told["at_ns"]), "level": int(told["level"]),
+                "text": printable(str(told["text"])),
+            }  # fmt: skip
         return {**found, "values": values}
     return {}
 

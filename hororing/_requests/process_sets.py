@@ -356,9 +356,7 @@ def register_static(sets: Sequence[ProcessSet]) -> None:
         try:
             register(process_set)
         except ValueError as error:
-            why = str(error).removeprefix(
-                "add_process_set: "
-            )  # the user did not call it
+            why = str(error).removeprefix("add_process_set: ")  # the user did not call it
             raise ValueError(f"init: entry {number} of process_sets: {why}") from None
 
 

@@ -40,8 +40,12 @@ _STATES = {
 class Finding:
     """Something that a user wants to know.
 
-    kind : "hang", "waiting", "late", "link", "host", "slower".
-    cause : of "late": "core", "throttled", "disk", "compute", "idle", "stopped".
+    Attributes
+    ----------
+    kind : str
+        "hang", "waiting", "late", "link", "host", "slower", "log".
+    cause : str
+        Of "late": "core", "throttled", "disk", "compute", "idle", "link", "stopped".
     """
 
     kind: str

@@ -97,9 +97,14 @@ class Hub:
 
     Parameters
     ----------
-    job : its id; None: all jobs.
-    hosts : other hosts to sample.
-    rsh : the words before a host's name in a command that runs another one there.
+    job : str, optional
+        Its id; all jobs by default.
+    hosts : Sequence of str
+        Other hosts to sample.
+    rsh : Sequence of str
+        The words before a host's name in a command that runs another one there.
+    all_users : bool
+        For root: other users' processes here, too.
     """
 
     def __init__(

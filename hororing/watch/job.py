@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -17,6 +18,8 @@ _NOTES = 200
 _SILENT_S = 5.0
 # The stacks of ranks that others wait for are asked for again after this time.
 _STACKS_EVERY_S = 10.0
+# A warning in a log is shown for so long.
+_LOGGED_S = 600
 # What is usual: the median of the steps in so many seconds, without the last ones.
 _USUAL_S, _RECENT_S, _LEAST_POINTS = 600, 10, 10
 _PARTS = ("own_s", "waited_s", "batch_s")  # of a step, in the series
@@ -34,6 +37,7 @@ class Job:
         self._hosts: dict[str, dict[str, Any]] = {}  # the latest two samples of each
         self._members: dict[int, tuple[str, int]] = {}
         self._asked: dict[int, float] = {}
+        self._told: dict[int, int] = {}  # by rank: when the line of its log was written
         self._step_s: float | None = None  # when steps were last made
         self.state: dict[str, Any] = {}
 
@@ -127,12 +131,28 @@ class Job:
             *findings.of_hosts(hosts, ranks),
         ]
         state["findings"] = [each.as_dict() for each in found]
+        state["findings"] += self._logged(ranks)
         for each in found:
             if each.kind == "hang" and f"hang {each.ranks}" not in (n["key"] for n in self._keys()):
                 self.notes.append(
                     {"at": time.time(), "text": f"hang: {each.text}", "key": f"hang {each.ranks}"}
                 )
         return state
+
+    def _logged(self, ranks: dict[int, Seen]) -> list[dict[str, Any]]:
+        """The latest warnings in the logs of ranks; older ones are in the notes."""
+        found: dict[str, Finding] = {}
+        for rank, seen in ranks.items():
+            told = seen.sample["shown"].get("told")
+            if told is None:
+                continue
+            text = f"{logging.getLevelName(told['level'])} {told['text']}"
+            if self._told.get(rank) != told["at_ns"]:
+                self._told[rank] = told["at_ns"]
+                self._note(text)
+            if seen.sample["at_ns"] - told["at_ns"] < _LOGGED_S * 1e9:
+                found.setdefault(text, Finding("log", text, [rank]))
+        return [each.as_dict() for each in found.values()]
 
     def _keys(self) -> list[dict[str, Any]]:
         """Hangs that have been noted in the last minute."""

@@ -33,7 +33,7 @@ OF_LINK = (
     ("link_busy", "ratio", "share of the time in which something was on its way"),
     ("link_round_trip", "seconds", "smoothed round-trip time of the kernel"),
 )
-FINDINGS = ("hang", "waiting", "late", "link", "slower", "host")
+FINDINGS = ("hang", "waiting", "late", "link", "slower", "host", "log")
 OTHERS = (
     ("moved", "bytes", "inputs of collectives; path: shared_memory, between_hosts, other"),
     ("findings", "", "what the page names; kind: " + ", ".join(FINDINGS)),

@@ -49,9 +49,12 @@ class Sampler:
 
     Parameters
     ----------
-    job : its id; None: all jobs.
-    all_users : for root: other users' processes, too.
-    this_host : only ranks that know this host by its name. Without it, those of containers here are
+    job : str, optional
+        Its id; all jobs by default.
+    all_users : bool
+        For root: other users' processes, too.
+    this_host : bool
+        Only ranks that know this host by its name. Without it, those of containers here are
         sampled, too.
     """
 

@@ -92,7 +92,12 @@ def picture(state: dict[str, Any]) -> Any:
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "host", "pid", "late", "waits", "batches", "core", "queue", "now"):
         table.add_column(name, justify="left" if name in ("host", "now") else "right")
-    named = {rank for each in state["findings"] if each["kind"] != "host" for rank in each["ranks"]}
+    named = {
+        rank
+        for each in state["findings"]
+        if each["kind"] not in ("host", "log")
+        for rank in each["ranks"]
+    }
     # Those that matter, if there are too many for a terminal.
     order = sorted(state["ranks"], key=lambda each: (each["rank"] not in named, -each["late_s"]))
     shown_ranks = {each["rank"] for each in order[:_MOST_ROWS]}

@@ -46,9 +46,12 @@ class Page:
 
     Parameters
     ----------
-    port : of 127.0.0.1; 0: a free one.
-    token_file : with what to log in with; None: a new token, which it prints.
-    rsh : the words before a host's name in a command that runs another one there.
+    port : int
+        Of 127.0.0.1; 0: a free one.
+    token_file : str, optional
+        With what to log in with; without one, it prints a new token.
+    rsh : Sequence of str
+        The words before a host's name in a command that runs another one there.
     """
 
     def __init__(self, port: int, token_file: str | None, rsh: Sequence[str]) -> None:

@@ -103,7 +103,7 @@ function showCharts(state) {
 }
 
 function showTables(state, notes) {
-  const named = new Set(state.findings.flatMap((each) => each.kind === "host" ? [] : each.ranks));
+  const named = new Set(state.findings.flatMap((each) => ["host", "log"].includes(each.kind) ? [] : each.ranks));
   table("ranks", [
     ["rank", (r) => r.rank], ["host", (r) => r.host, true], ["late", (r) => time(r.late_s)],
     ["waits", (r) => time(r.waited_s)], ["batches", (r) => time(r.batch_s)],

@@ -305,7 +305,10 @@ def test_the_first_failure_is_shown_and_ends_the_job(tmp_path: Path):
     )
     done = run("-np", "3", sys.executable, "-c", script)
     assert done.returncode == 7
-    last = [*(f"[2] line {n}" for n in range(10, 20)), "hororun: rank 2 has failed with exit code 7"]
+    last = [
+        *(f"[2] line {n}" for n in range(10, 20)),
+        "hororun: rank 2 has failed with exit code 7",
+    ]
     assert done.stderr.splitlines()[-11:] == last  # once
     done = run("-np", "3", "--output", str(tmp_path), sys.executable, "-c", script)
     last = done.stderr.splitlines()[-11:]

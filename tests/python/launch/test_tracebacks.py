@@ -212,7 +212,9 @@ def test_a_mistake_costs_few_lines(name: str, size: int):
         pytest.skip("a framework eight times")
     env = {"TF_CPP_MIN_LOG_LEVEL": "3", "HORORING_STALL_WARNING_S": "1"}
     if name.startswith(("torch", "keras", "tf")):
-        pytest.importorskip({"tf": "tensorflow"}.get(name.partition("_")[0], name.partition("_")[0]))
+        pytest.importorskip(
+            {"tf": "tensorflow"}.get(name.partition("_")[0], name.partition("_")[0])
+        )
     lines = [each for each in mistake(name, size=size, **env) if "0000 00:00" not in each]
     lines = [each for each in lines if "before absl::InitializeLog()" not in each]
     assert len(lines) <= (12 if size == 2 else 14), "\n".join(lines)

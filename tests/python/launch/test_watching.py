@@ -25,7 +25,7 @@ from hororing.watch.rates import Rates
 
 ROOT = Path(__file__).parents[3]
 RANK = """
-import os, sys, time
+import logging, os, sys, time
 import numpy as np
 import hororing.numpy as hvd
 from hororing.extension import show
@@ -36,6 +36,8 @@ def load_batch():
         time.sleep(0.01)
 
 hvd.init()
+if hvd.rank() == 0:
+    logging.getLogger("hororing").warning("guard: %s differs", "x" * 400)
 for step in range(100000):
     load_batch()
     for handle in [hvd.allreduce_async(np.ones(1000, np.float32), name=n) for n in ("a", "b")]:
@@ -112,7 +114,11 @@ def test_the_late_rank_is_named_and_the_numbers_are_shown(job: tuple[Told, Path]
     assert state["metrics"]["values"]["loss"] == 0.25
     assert state["samples_per_s"] > 0
     assert state["shared_memory_bytes_per_s"] > 0
-    assert told.state()["notes"]
+    logged = [each["text"] for each in state["findings"] if each["kind"] == "log"]
+    assert [each[:37] for each in logged] == ["WARNING [rank 0] guard: xxxxxxxxxxxxx"]
+    assert len(logged[0]) < 400
+    assert any("joined" in each["text"] for each in told.state()["notes"])
+    assert any("guard" in each["text"] for each in told.state()["notes"])
 
 
 def test_metrics_are_parsed_by_prometheus_and_documented(job: tuple[Told, Path]):
