@@ -172,7 +172,7 @@ docs: build  ## docs/configuration.md from the table of knobs
 docs-site: build  ## build/site: all pages, and the public names from their docstrings
 	$(BIN)/python -c 'import mkdocstrings, material' 2>/dev/null || $(BIN)/pip install --quiet \
 	  'mkdocs==1.6.1' 'mkdocs-material==9.8.2' 'mkdocstrings[python]==1.0.8'
-	python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 TF_CPP_MIN_LOG_LEVEL=3 python -m mkdocs build --strict
 
 walk: build  ## build/walk.md: the functions on one gradient's path, from a trace
 	python tools/walk.py

@@ -1,11 +1,15 @@
 """Hooks of MkDocs for `make docs-site`: the site holds all that its pages link to.
 
 The README is the first page. Links from docs/ to other files of the repository (examples, results)
-lead to generated pages, which show the file or list the folder.
+lead to generated pages, which show the file or list the folder. The search finds pages for users:
+decisions, sources and internals are not in its index. API pages show names by task. Beside each
+page lies its Markdown, and llms.txt lists all pages.
 """
 
 from __future__ import annotations
 
+import html
+import importlib
 import re
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
@@ -16,6 +20,46 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sh": "sh", ".toml": "toml"}
+
+# Fences and code spans, in which nothing is a link.
+CODE = re.compile(r"^(`{3,}|~{3,}).*?^\1`*$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+INTERNALS = re.compile(r"adr/|files/|(?:architecture|algorithms|threading|benchmarks)\.md")
+
+# Names of a framework's module by task, in this order; patterns of whole names.
+GROUPS = {
+    "Training": (
+        r"Distributed\w+",
+        r"Partial\w+",
+        r"broadcast_(parameters|optimizer_state|\w*variables)",
+        r"\w*Hook",
+        r"SyncBatch\w+",
+        "Compression",
+        "load_model",
+        r"[Gg]uard",
+    ),
+    "Collectives": (
+        r"allreduce\w*",
+        r"grouped_allreduce\w*",
+        r"sparse_allreduce\w*",
+        r"allgather\w*",
+        r"broadcast\w*",
+        r"\w*reducescatter\w*",
+        r"alltoall\w*",
+        r"\w*allgather\w*",
+        "join",
+        "barrier",
+        "synchronize",
+        "poll",
+    ),
+    "The job and its ranks": ("init", "shutdown", r"(local_|cross_)?(rank|size)(_op)?", r"is_\w+"),
+    "Process sets": ("ProcessSet", r"\w*process_set\w*"),
+    "Timeline and statistics": (r"\w*timeline", "statistics"),
+    "Which libraries there are": (r"\w+_(built|enabled|supported)",),
+    "More": (r"(?!.*Error$|.*Exception$)\w+",),  # api/errors.md has the errors
+}
+# A framework's own module on its page, with its options.
+BLOCK = re.compile(r"^::: (hororing\.\w+)\n(    options: (?!.*heading_level).*)$", re.MULTILINE)
+CONSTANTS = {"Adasum", "Average", "Max", "Min", "Product", "Sum"}
 
 _pages: dict[str, str] = {"README.md": "index.md"}  # file of the repository: page of the site
 
@@ -45,7 +89,33 @@ def _linked(text: str, folder: str, page: str) -> str:
         target = _page_of(normpath(f"{folder}/{match[1]}"))
         return relpath(target, PurePosixPath(page).parent)
 
-    return LINK.sub(change, text)
+    changed, end = [], 0
+    for code in CODE.finditer(text):
+        changed += [LINK.sub(change, text[end : code.start()]), code[0]]
+        end = code.end()
+    return "".join([*changed, LINK.sub(change, text[end:])])
+
+
+def _by_task(match: re.Match[str]) -> str:
+    """Return the blocks of a module's names, by task."""
+    module = importlib.import_module(match[1])
+    names = [
+        name
+        for name in module.__all__
+        if name not in CONSTANTS and not hasattr(getattr(module, name), "__path__")
+    ]
+    blocks, shown = [], set[str]()
+    for heading, patterns in GROUPS.items():
+        found = [
+            name
+            for pattern in patterns
+            for name in sorted(names)
+            if re.fullmatch(pattern, name) and name not in shown and not shown.add(name)
+        ]
+        if found:
+            options = match[2].replace("{", f"{{members: [{', '.join(found)}], heading_level: 3, ")
+            blocks.append(f"## {heading}\n\n::: {match[1]}\n{options}\n")
+    return "\n".join(blocks)
 
 
 def _title(file: Path) -> str:
@@ -98,8 +168,43 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
-    """Let links of docs/ that lead outside lead to the generated pages."""
+    """Let links of docs/ that lead outside lead to the generated pages; group the API."""
+    if INTERNALS.match(page.file.src_uri):
+        page.meta["search"] = {"exclude": True}
+    elif page.file.src_uri.startswith("api/"):
+        page.meta["search"] = {"boost": 0.5}  # who asks how reads a page first
     if page.file.generated_by:
         return markdown
     folder = normpath(f"docs/{PurePosixPath(page.file.src_uri).parent}")
-    return _linked(markdown, folder, page.file.src_uri)
+    text = _linked(markdown, folder, page.file.src_uri)
+    if page.file.src_uri.startswith("api/") and page.file.src_uri != "api/errors.md":
+        text = BLOCK.sub(_by_task, text)
+    return text
+
+
+def on_page_content(content: str, *, page: Any, config: Any, files: Files) -> str:
+    """Let the button of a block with prompts copy the commands only."""
+
+    def change(match: re.Match[str]) -> str:
+        text = html.unescape(re.sub(r"<[^>]+>", "", match[2]))
+        typed = re.findall(r"^\$ (.*)$", text, re.MULTILINE)
+        if not typed:
+            return match[0]
+        return f'{match[1]} data-copy="{html.escape(chr(10).join(typed))}">{match[2]}</pre>'
+
+    return re.sub(r"(<pre)>(.*?)</pre>", change, content, flags=re.DOTALL)
+
+
+def on_post_build(*, config: Any) -> None:
+    """Write the Markdown of the pages beside them, and llms.txt, which lists them."""
+    site = Path(config["site_dir"])
+    lines = ["# hororing", "", f"> {config['site_description']}", ""]
+    for section in config["nav"]:
+        for heading, pages in section.items():
+            lines += [f"## {heading}", ""]
+            for page in pages:
+                source = ROOT / "README.md" if page == "index.md" else ROOT / "docs" / page
+                (site / page).write_text(source.read_text("utf-8"))
+                lines.append(f"- [{_title(source)}]({page})")
+            lines.append("")
+    (site / "llms.txt").write_text("\n".join(lines))
