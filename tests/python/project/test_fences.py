@@ -223,7 +223,7 @@ def test_only_adapters_import_frameworks():
         and f.relative_to(ROOT / "hororing").parts[:2] not in TOOLKIT
     ]
     assert users(neutral, rf"^\s*(from|import) ({'|'.join(FRAMEWORKS)})\b") == set()
-    # On demand, if torch's launcher has started the ranks (ADR 47).
+    # On demand, if torch's launcher has started the ranks (ADR 43).
     loads = rf"import_module\([\"']({'|'.join(FRAMEWORKS)})\b"
     assert users(neutral, loads) == {
         "hororing/_job/rendezvous/torch_store.py", "hororing/torch_backend.py"
