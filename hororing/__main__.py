@@ -54,6 +54,10 @@ _COMMANDS = {
         "hororing.toolkit.tracking.comparison",
         "compare the records of runs",
     ),
+    "predict": (
+        "hororing.toolkit.predict.command",
+        "what a recorded training would do on more ranks",
+    ),
     "runs": (
         "hororing.toolkit.runs.command",
         "a table and a page of all run records in a folder",

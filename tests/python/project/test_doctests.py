@@ -36,16 +36,16 @@ ELSEWHERE = {
 WITHOUT = """
     Auto BF16Compressor BroadcastGlobalVariablesHook Collection Collective CommitStateCallback
     Comparison Compressor Diagnosis FP16Compressor HierarchicalSGDCallback Int8 MLflow Metric
-    ModelStateHandler NoneCompressor ObjectWithStateHandler OptimizerStateHandler Outcome PowerSGD
-    Preset Range RankReport Recording Run SamplerStateHandler SearchResult State StateHandler
-    StochasticRounding TensorBoard TopK Tracker Trial UpdateBatchStateCallback
-    UpdateEpochStateCallback WeightsAndBiases broadcast_global_variables ccl_built
-    check_num_rank_power_of_2 cross_rank cross_size cuda_built ddl_built diagnose
-    evaluate_checkpoints get_handler_registry gloo_built gloo_enabled
-    handle_average_backwards_compatibility history is_homogeneous local_rank_op local_size
-    local_size_op mpi_built mpi_enabled mpi_threads_supported nccl_built process_set_included_op
-    read_run read_timeline refs_to_vars rocm_built run run_fn set_handler_registry shutdown
-    stop_timeline vars_to_refs
+    ModelStateHandler Network NoneCompressor ObjectWithStateHandler OptimizerStateHandler Outcome
+    PowerSGD Prediction Preset Profile Range RankReport Recording Run SamplerStateHandler
+    SearchResult State StateHandler StochasticRounding TensorBoard TopK Tracker Trial
+    UpdateBatchStateCallback UpdateEpochStateCallback WeightsAndBiases broadcast_global_variables
+    ccl_built check_num_rank_power_of_2 cross_rank cross_size cuda_built ddl_built diagnose
+    evaluate_checkpoints export get_handler_registry gloo_built gloo_enabled
+    handle_average_backwards_compatibility history is_homogeneous load local_rank_op local_size
+    local_size_op mpi_built mpi_enabled mpi_threads_supported nccl_built page predict
+    process_set_included_op read_profile read_run read_timeline refs_to_vars rocm_built run run_fn
+    set_handler_registry shutdown stop_timeline vars_to_refs
 """
 
 
