@@ -51,8 +51,8 @@ class Profile:
     hosts : by rank.
     phases : of a step.
     step_s : seconds of each step, from end to end, (steps,).
-    batches : bytes and seconds of each allreduce, (batches, 2); the fastest rank's seconds, as the
-        others waited for it.
+    batches : bytes and seconds of each allreduce, (batches, 2); from the time at which the last
+        rank takes part.
     """
 
     hosts: list[str]
@@ -95,11 +95,13 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
     read = [_submits(by_rank[rank]) for rank in range(len(hosts))]
     apart = _apart([submits for submits, _ in read])
     steps = [_steps(submits, ends, apart) for submits, ends in read]
-    count = min(map(len, steps))
-    rows = [[steps[rank][i] for rank in range(len(hosts))] for i in range(count)]
-    kinds = Counter(shape for row in rows for shape in map(_shape, row))
-    usual = kinds.most_common(1)[0][0] if kinds else ()
-    rows = [row for row in rows if all(_shape(step) == usual for step in row)]
+    usual, first = _usual(steps[0])
+    for rank, (submits, ends) in enumerate(read):
+        if _usual(steps[rank])[0] != usual:  # its first calls are missing
+            called = [each.name for each in submits]
+            begin = called.index(first) if first in called else len(called)
+            steps[rank] = _steps(submits[begin:], ends, apart)
+    rows = [row for row in _rows(steps) if all(_shape(step) == usual for step in row)]
     if len(hosts) < 2 or len(rows) < _LEAST_STEPS:
         raise ValueError(
             f"{os.fspath(path)!r} has {len(rows)} equal steps of {len(hosts)} ranks; a prediction "
@@ -111,8 +113,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
         ready = [[[step.phases[number][n][0] for n in names] for step in row] for row in rows]
         nbytes = [rows[0][0].phases[number][name][1] for name in names]
         phases.append(Phase(names, np.array(nbytes, float), np.array(ready)))
-    ends = np.array([max(step.end for step in row) for row in rows])
-    own = np.diff(ends)
+    own = np.diff(np.array([max(step.end for step in row) for row in rows]))
     own = own[own < 3 * np.median(own)]  # steps were left out between the others
     return Profile(hosts, phases, own, _batches(by_rank, len(hosts)))
 
@@ -201,6 +202,29 @@ def _shape(step: _Step) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(sorted(phase)) for phase in step.phases)
 
 
+def _usual(steps: list[_Step]) -> tuple[tuple[tuple[str, ...], ...], str]:
+    """The phases of most steps, and the name with which they begin."""
+    if not steps:
+        return (), ""
+    usual = Counter(map(_shape, steps)).most_common(1)[0][0]
+    firsts = Counter(next(iter(step.phases[0])) for step in steps if _shape(step) == usual)
+    return usual, firsts.most_common(1)[0][0]
+
+
+def _rows(steps: list[list[_Step]]) -> list[list[_Step]]:
+    """The steps of all ranks that ended together, as the ranks had waited for one another."""
+    own = np.array([step.end for step in steps[0]])
+    if len(own) < 2 or not all(steps):
+        return []
+    near = float(np.median(np.diff(own))) / 2
+    rows = []
+    for step in steps[0]:
+        row = [min(each, key=lambda other: abs(other.end - step.end)) for each in steps]
+        if all(abs(each.end - step.end) < near for each in row):
+            rows.append(row)
+    return rows
+
+
 def _check_kinds(events: Iterable[dict[str, Any]], usual: tuple[tuple[str, ...], ...]) -> None:
     used = {name for names in usual for name in names}
     for event in events:
@@ -215,16 +239,17 @@ def _check_kinds(events: Iterable[dict[str, Any]], usual: tuple[tuple[str, ...],
 
 
 def _batches(by_rank: dict[int, list[dict[str, Any]]], size: int) -> Array:
-    """Batches have one order on all ranks; one rank that came last did not wait."""
+    """Bytes and seconds of each batch, from the last rank's begin to the last rank's end.
+
+    Batches have one order on all ranks.
+    """
     rows = [
-        [
-            (float(event["args"].get("bytes", 0)), float(event["dur"]) * 1e-6)
-            for event in by_rank[rank]
-            if event["name"] == "ALLREDUCE" and event["ph"] == "X"
-        ]
+        [each for each in by_rank[rank] if each["name"] == "ALLREDUCE" and each["ph"] == "X"]
         for rank in range(size)
     ]
-    count = min(map(len, rows))
-    return np.array(
-        [(rows[0][i][0], min(row[i][1] for row in rows)) for i in range(count)]
-    ).reshape(-1, 2)
+    found = []
+    for batch in zip(*rows, strict=False):
+        begin = max(float(each["ts"]) for each in batch)
+        end = max(float(each["ts"] + each["dur"]) for each in batch)
+        found.append((float(batch[0]["args"].get("bytes", 0)), (end - begin) * 1e-6))
+    return np.array(found).reshape(-1, 2)

@@ -86,7 +86,7 @@ class Prediction:
         lines = [
             f"recorded: {self.ranks} ranks on {self.hosts} host{'s' * (self.hosts > 1)}, "
             f"{self.steps} steps of {1e3 * self.recorded_s:.1f} ms; their replay takes "
-            f"{1e3 * self.replayed_s:.1f} ms ({off:+.0%})",
+            f"{1e3 * self.replayed_s:.1f} ms ({off:+.0%})" + ", and the rest is added" * (off < 0),
             f"predicted {where}; a step loses:",
             "ranks  step (ms)    80 % of them  efficiency  stragglers  bandwidth  latency  "
             "strong speed-up",
@@ -199,7 +199,8 @@ def predict(
     own: Cost = lambda nbytes: fixed + per_byte * nbytes  # noqa: E731
     here = network_of(profile, None, 0.0, None)
     again = step_times(profile, here, size, seed=seed, cost=own)
-    points = [_point(profile, network, n, compute, float(np.mean(again)), seed) for n in ranks]
+    rest_s = max(0.0, float(np.median(profile.step_s) - np.median(again)))
+    points = [_point(profile, network, n, compute, rest_s, seed) for n in ranks]
     most = ranks[-1]
     return Prediction(
         hosts=len({*profile.hosts}),
@@ -211,14 +212,14 @@ def predict(
         replayed_s=float(np.median(again)),
         points=points,
         limit=_limit(points, compute),
-        remedies=_remedies(profile, network, most, seed),
+        remedies=_remedies(profile, network, most, rest_s, seed),
     )
 
 
 def _point(
-    profile: Profile, network: Network, ranks: int, compute: float, recorded: float, seed: int
+    profile: Profile, network: Network, ranks: int, compute: float, rest_s: float, seed: int
 ) -> Point:
-    took = step_times(profile, network, ranks, seed=seed)
+    took = step_times(profile, network, ranks, seed=seed) + rest_s
     mean = float(np.mean(took))
     others = {
         "stragglers": step_times(profile, network, ranks, Variant(even=True), seed=seed),
@@ -226,12 +227,12 @@ def _point(
         "latency": step_times(profile, without_latency(network), ranks, seed=seed),
     }
     divided = Variant(compute=len(profile.hosts) / ranks)
-    strong = step_times(profile, network, ranks, divided, seed=seed)
+    strong = step_times(profile, network, ranks, divided, seed=seed) + rest_s
     low, high = np.quantile(took, _QUANTILES)
     return Point(
         ranks, float(np.median(took)), float(low), float(high), compute / mean,
-        recorded / float(np.mean(strong)),
-        {name: max(0.0, 1 - float(np.mean(each)) / mean) for name, each in others.items()},
+        float(np.mean(profile.step_s) / np.mean(strong)),
+        {name: max(0.0, 1 - float(np.mean(each + rest_s)) / mean) for name, each in others.items()},
     )  # fmt: skip
 
 
@@ -249,13 +250,13 @@ def _limit(points: list[Point], compute: float) -> str:
 
 
 def _remedies(
-    profile: Profile, network: Network, ranks: int, seed: int
+    profile: Profile, network: Network, ranks: int, rest_s: float, seed: int
 ) -> dict[str, tuple[float, float, float]]:
     """The gain of each in samples per second, the largest first; its spread is over steps."""
-    now = step_times(profile, network, ranks, seed=seed)
+    now = step_times(profile, network, ranks, seed=seed) + rest_s
     found = {}
     for name, (variant, samples) in REMEDIES.items():
-        then = step_times(profile, network, ranks, variant, seed=seed)
+        then = step_times(profile, network, ranks, variant, seed=seed) + rest_s
         count = len(then) // 8 * 8
         # Means of 8 steps, as local steps have no time of their own.
         gains = samples * _means(now[:count]) / np.maximum(_means(then[:count]), 1e-12)

@@ -75,6 +75,16 @@ def test_steps_have_phases_and_the_network_is_fitted(tmp_path):
     assert np.median(profile.step_s) == pytest.approx(6e-3 + 4.05e-3 + 1.05e-3 + 1.05e-3, rel=1e-4)
 
 
+def test_a_rank_whose_first_calls_are_missing(tmp_path):
+    path = timeline(tmp_path / "t.json")
+    events = json.loads(path.read_text())
+    of_rank_1 = [e for e in events if e["pid"] == 2 and e["name"] == "SUBMIT"]
+    path.write_text(json.dumps([e for e in events if e not in of_rank_1[:1]]))
+    profile = read_profile(path)
+    assert [phase.names for phase in profile.phases] == [("w1", "w2"), ("loss",)]
+    np.testing.assert_allclose(profile.phases[0].ready_s[1:], [[[6e-3, 9e-3]] * 2] * 8, rtol=1e-6)
+
+
 def test_the_replay_of_a_recording_takes_as_long(tmp_path):
     for late_ms in (0.0, 8.0):
         profile = read_profile(timeline(tmp_path / "t.json", ranks=4, steps=80, late_ms=late_ms))
