@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
+__all__ = ["assert_same", "raises_on"]
 _NAME: Final = "hororing.testing.assert_same"
 
 
@@ -35,6 +36,7 @@ def assert_same(value: Any) -> None:
 
     Examples
     --------
+    >>> import hororing.testing
     >>> hororing.testing.assert_same({"loss": 0.5})
     """
     __tracebackhide__ = True
@@ -161,6 +163,7 @@ def raises_on(
 
     Examples
     --------
+    >>> import hororing.testing
     >>> with hororing.testing.raises_on(0, ZeroDivisionError):
     ...     1 / hvd.rank()
     """

@@ -69,6 +69,7 @@ def run(
 
     Examples
     --------
+    >>> import hororing.testing
     >>> def mean(x):
     ...     import hororing.numpy as hvd
     ...     import numpy as np

@@ -63,6 +63,11 @@ class Outcome:
     failed_at: float = 0.0  # time.monotonic(); 0: it has not
 
     @property
+    def is_running(self) -> bool:
+        """Whether the test has not ended on this rank."""
+        return self.ended is None and self.died is None
+
+    @property
     def trouble(self) -> bool:
         """Whether the process is of no more use."""
         return self.ended is None or bool(self.ended.escaped)
@@ -151,17 +156,23 @@ class Pool:
                     until = min(failed) + GRACE_S
                 events = selector.select(max(until - time.monotonic(), 0.0))
                 if not events and time.monotonic() >= until:
-                    break
+                    self._ask_all(outcomes, began)
+                    if (failed and unharmed) or not _is_importing(outcomes, began):
+                        break
+                    last = time.monotonic()
                 for key, _ in events:
                     if selector.get_map().get(key.fd) == key and key.data():
                         last = time.monotonic()
-        left = [each for each in outcomes if each.ended is None and each.died is None]
-        for outcome in left:
-            process = self._processes[outcome.rank]
-            outcome.doing = self._ask(process, began)
-            outcome.output = _texts(process.files[1:])
-        for outcome in left:
-            self._processes[outcome.rank].kill()
+        for outcome in outcomes:
+            if outcome.is_running:
+                self._processes[outcome.rank].kill()
+
+    def _ask_all(self, outcomes: list[Outcome], since: float) -> None:
+        for outcome in outcomes:
+            if outcome.is_running:
+                process = self._processes[outcome.rank]
+                outcome.doing = self._ask(process, since)
+                outcome.output = _texts(process.files[1:])
 
     def _hear(
         self,
@@ -253,6 +264,12 @@ class Pool:
             self._reap(each)
         self._processes = []
         self._store.stop()
+
+
+def _is_importing(outcomes: list[Outcome], began: float) -> bool:
+    """Whether a rank imports a module: it does not hang, even if that takes a minute."""
+    stacks = [each.doing.stack for each in outcomes if each.is_running and each.doing]
+    return time.time() - began < _BEGIN_S and any("<frozen importlib" in each for each in stacks)
 
 
 def _free_port() -> int:

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[3]
 ELSEWHERE = {
     "hororing.ray.train": "test_ray.py",
     "hororing.hororun.function": "test_run.py",
+    "hororing.testing.function": "test_ranks_mark.py",
     "hororing.toolkit.stragglers.watch": "test_stragglers.py",
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import os
 
 import numpy as np
@@ -119,6 +121,11 @@ def add(a: int, b: int = 0) -> int:
 def test_run_returns_the_results_of_all_ranks(capsys):
     assert hororing.testing.run(add, (1,), {"b": 2}, ranks=2) == [3, 5]
     assert capsys.readouterr().out == "[0] from rank 0\n[1] from rank 1\n"
+
+
+def test_the_example_of_run():
+    module = importlib.import_module("hororing.testing.function")
+    assert doctest.testmod(module) == (0, 3)
 
 
 def test_run_says_who_failed_and_who_hangs():
