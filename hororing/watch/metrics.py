@@ -61,8 +61,9 @@ def openmetrics(states: Iterable[dict[str, Any]]) -> bytes:
             yield from families
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector())  # type: ignore[arg-type]
-    return generate_latest(registry)
+    registry.register(Collector())
+    text: bytes = generate_latest(registry)
+    return text
 
 
 def _families(states: list[dict[str, Any]]) -> Iterator[Any]:

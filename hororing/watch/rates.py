@@ -89,7 +89,7 @@ def _between(first: dict[str, Any], last: dict[str, Any]) -> Rates:
         step_s = seconds / steps if steps else None
 
     def per_second(names: Sequence[str]) -> float:
-        return sum(totals[name] for name in names) / seconds
+        return float(sum(totals[name] for name in names) / seconds)
 
     shown = [each["shown"].get("values", {}).get("samples") for each in (first, last)]
     since = [each["shown"].get("at_ns", 0) for each in (first, last)]
