@@ -12,13 +12,10 @@ std::atomic<uint64_t> tables{0};
 
 }  // namespace
 
-// Users need to know only of the data plane.
 Status WithStage(const TensorEntry& entry, const Status& status) {
-  const std::string_view stage = entry.stage;
-  const bool before = stage == "SUBMIT" || stage == "NEGOTIATE";
-  return Status(status.code(),
-                entry.request.Title() + (before ? "" : " (" + std::string(stage) + ")") + ": " +
-                    status.message(),
+  std::string stage = std::string(" (") + entry.stage + ")";
+  if (stage == " (SUBMIT)" || stage == " (NEGOTIATE)") stage.clear();  // only those of a batch
+  return Status(status.code(), entry.request.Title() + stage + ": " + status.message(),
                 status.rank());
 }
 

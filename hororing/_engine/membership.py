@@ -41,6 +41,7 @@ class _Own:
 
     step: int = 0
     marks: int = 0
+    lost: int = -1
     worlds: list[World] = field(default_factory=list)
     # What this process has found out in the last generation; see Findings.
     began: bool = False
@@ -66,13 +67,14 @@ def history() -> list[World]:
     return list(_own.worlds)
 
 
-def set_progress(step: int, marks: int = 0) -> None:
+def set_progress(step: int, marks: int = 0, *, lost: int = -1) -> None:
     """Set how far the state of this process is, for the next generation.
 
     Rank 0 is then a process with the most steps and, among these, one with the most `marks`: how
-    often it has saved the script's other values since that step.
+    often it has saved the script's other values since that step. `lost`: how many steps the state
+    has just gone back by; -1: unknown.
     """
-    _own.step, _own.marks = step, marks
+    _own.step, _own.marks, _own.lost = step, marks, lost
 
 
 def updates() -> tuple[int, int]:
@@ -149,7 +151,7 @@ def _found(compared: str) -> Findings:
             line = f"{line[:_SETTING]}... (all of it: {digest})"
         lines.append(line)
     unreachable = tuple(takewhile(lambda rank: rank >= 0, map(lib.hr_unreachable, count())))
-    return Findings("\n".join(lines), _own.began, _own.why, unreachable, _own.misfits)
+    return Findings("\n".join(lines), _own.began, _own.why, unreachable, _own.misfits, _own.lost)
 
 
 def _next(

@@ -289,7 +289,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         "PEER_TIMEOUT_S",
         number(0.5, 3600),
-        2.0,
+        5.0,
         "elastic jobs: a process that gives no sign of life for this long is lost; read by hororun",
         unit="s",
     ),

@@ -64,6 +64,7 @@ def run_fn(func: Train, reset: Callable[[], None], convert: ConvertError = lambd
         state._begin()
         try:
             while True:
+                lost = 0
                 try:
                     if formed:
                         state.on_reset()
@@ -88,9 +89,9 @@ def run_fn(func: Train, reset: Callable[[], None], convert: ConvertError = lambd
                         raise failure from (None if failure is error else error)
                     del failure  # its traceback holds what `func` has made, such as optimizers
                     membership.exclude(misfits)
-                    state._fall_back()
+                    lost = _fall_back(state)
                     failed = needs_sync = True
-                membership.set_progress(*state._progress())
+                membership.set_progress(*state._progress(), lost=lost)
                 reset()
                 formed = True
                 if failed:
@@ -99,6 +100,13 @@ def run_fn(func: Train, reset: Callable[[], None], convert: ConvertError = lambd
             state._end()
 
     return train
+
+
+def _fall_back(state: Any) -> int:
+    """Return how many steps that costs; -1: unknown."""
+    before = state._steps_taken()
+    state._fall_back()
+    return -1 if before is None else max(before - (state._steps_taken() or 0), 0)
 
 
 def _call(func: Train, state: Any, args: Any, kwargs: Any, optimizers: names.Counts) -> Any:

@@ -249,6 +249,10 @@ class State:
         """The first part of recovery after a failure, before the next generation."""
         self.restore()
 
+    def _steps_taken(self) -> int | None:
+        """The number of steps in the state; None: it does not count them."""
+        return None
+
     def _restore_mark(self) -> None:
         """The second part, in the next generation."""
 

@@ -85,6 +85,12 @@ class SteppedState(ObjectState):
         if self._steps is None or not self._steps.can_keep_parameters:
             super()._fall_back()
 
+    def _steps_taken(self) -> int | None:
+        if self._steps is None:
+            return None
+        self._steps.read_counter()
+        return self._steps.place.step
+
     def _restore_mark(self) -> None:
         if self._steps is not None and self._steps.keeps_parameters:
             self._go_back()

@@ -151,8 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     add("-x", action="append", default=[], dest="variables", metavar="NAME[=VALUE]",
         help="a variable for the ranks of all hosts")  # fmt: skip
     add("--output", "--output-filename", metavar="DIR",
-        help="write what ranks print to DIR/rank.N/stdout and DIR/rank.N/stderr, too, and show only "
-        "rank 0's")  # fmt: skip
+        help="also write what ranks print to DIR/rank.N/stdout and DIR/rank.N/stderr, and show "
+        "only what rank 0 prints")  # fmt: skip
     add("--tag-output", action=argparse.BooleanOptionalAction, default=None,
         help="lines begin with their rank; as it comes: if there are several")  # fmt: skip
     add("--only-output-from", metavar="0,4-6",

@@ -26,6 +26,7 @@ class Findings:
     why : why that has failed; "": it has not, or the reason is known.
     unreachable : ranks that it cannot reach.
     misfits : ranks whose state differs from that of the others, with the difference.
+    lost : how many steps its state has gone back by; -1: unknown.
     """
 
     settings: str = ""
@@ -33,6 +34,7 @@ class Findings:
     why: str = ""
     unreachable: tuple[int, ...] = ()
     misfits: Mapping[int, str] = field(default_factory=dict)
+    lost: int = -1
 
 
 NOTHING: Final = Findings()

@@ -73,7 +73,7 @@ class ElasticStore(Server):
         host: str = "127.0.0.1",
         port: int = 0,
         elastic_timeout_s: float = 600.0,
-        peer_timeout_s: float = 2.0,
+        peer_timeout_s: float = 5.0,
         ends_are_noted: bool = False,
         insecure: bool = False,
         on_event: Callable[[Event], None] = lambda event: None,
@@ -362,7 +362,7 @@ class ElasticStore(Server):
         ]:
             if uid in self._last_beat:
                 silent_s = now - self._last_beat[uid]
-                why = f"it has given no sign of life for {silent_s:.1f} s"
+                why = f"gave no sign of life for {silent_s:.1f} s"
                 self._apply_events(self._machine.lost(uid, why))
         self._check_timer = loop.call_later(pause_s, self._check_members)
 
@@ -391,4 +391,5 @@ def _findings(message: dict[str, Any]) -> Findings:
         protocol.take(message, "why", str),
         tuple(ranks),
         {rank: str(why) for rank, why in misfits},
+        protocol.take(message, "lost", int),
     )

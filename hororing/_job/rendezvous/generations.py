@@ -93,10 +93,16 @@ class Done(Event):
 
 @dataclass(frozen=True)
 class World(Event):
-    """A generation has formed; members by rank."""
+    """A generation has formed; members by rank.
+
+    `why`: what a member has said about the end of the one before it; "": nothing. `lost`:
+    how many steps its state has gone back by; -1: unknown. Only the job's launcher knows both.
+    """
 
     generation: int
     members: tuple[Member, ...]
+    why: str = ""
+    lost: int = -1
 
     @property
     def step(self) -> int:
@@ -148,6 +154,7 @@ class _Process:
     newcomer: bool = True  # it has not been in any generation
     proven: bool = False  # it has been in one that has begun
     settings: str = ""
+    lost: int = -1  # see `Findings`
     retired: bool = False  # was sent the request to end
 
     def advance(self) -> tuple[int, int, int]:
@@ -177,6 +184,7 @@ class Generations:
     _joined: int = 0
     _settings: str | None = None  # of the members of `world`; None: they differ
     _apart: set[frozenset[str]] = field(default_factory=set)  # of `Apart`
+    _left: str = ""  # the first member that has left the last generation after a failure
     _failed: str = ""  # why the last generation could not start
     _failures: int = 0  # generations in a row, of the same members, that could not start
     _processes: dict[str, _Process] = field(default_factory=dict)
@@ -219,10 +227,12 @@ class Generations:
         if process.rank >= 0 and not process.ready and generation == self.number:
             events += self._note(process, found)
         if process.rank >= 0 and not process.ready and (failed or generation != self.number):
+            why = f": {found.why}" if found.why else ""
+            self._left = self._left or f"{_name(process)} has left generation {self.number}{why}"
             events += self._break(process.rank, f"{_name(process)} has left")
         is_new = process.rank < 0 and not process.ready
         process.ready, process.step, process.marks = True, step, marks
-        process.settings = found.settings
+        process.settings, process.lost = found.settings, found.lost
         events += self._form()
         if process.ready and is_new and self._has_room_for(process):
             events += self._update(ADDED)
@@ -442,16 +452,19 @@ class Generations:
             ]
         hosts = list(dict.fromkeys(each.host for each in chosen))
         chosen.sort(key=lambda each: (hosts.index(each.host), each.advance()))
+        losses = [each.lost for each in chosen if not each.newcomer] or [-1]
+        lost = -1 if -1 in losses else max(losses)
         for each in self._all():
             each.rank = -1
         for rank, each in enumerate(chosen):
             each.rank, each.ready, each.newcomer = rank, False, False
         self.number += 1
+        why, self._left = self._left, ""
         self.broken, self._failed = False, ""
         settings = {each.settings for each in chosen}
         self._settings = settings.pop() if len(settings) == 1 else None
         members = (Member(each.uid, each.host, each.pid, each.step, each.marks) for each in chosen)
-        self.world = World(self.number, tuple(members))
+        self.world = World(self.number, tuple(members), why, lost)
         return [*events, self.world]
 
     def _keeps_failing(self, chosen: Iterable[_Process]) -> bool:

@@ -45,7 +45,7 @@ class Elastic:
     cooldown: tuple[float, float] | None = None
     reset_limit: int = 0
     elastic_timeout_s: float = 600.0
-    peer_timeout_s: float = 2.0
+    peer_timeout_s: float = 5.0
 
 
 def add_arguments(

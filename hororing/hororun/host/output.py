@@ -160,26 +160,29 @@ class Output:
         if not failed and rank in self._held:
             self._show_lines(rank, STDERR, self._held.pop(rank).lines)
 
-    def fold(self, cause: int | None, *, interrupted: bool = False) -> None:
-        """Show the last words of all ranks, those of `cause` last.
+    def fold(self, cause: int | None = None, *, interrupted: bool = False) -> None:
+        """Show the last words of all ranks that have ended, those of `cause` last.
 
         `interrupted`: not what ranks say about the end that the user has requested.
         """
-        held, self._held = self._held, {}
+        held = {rank: self._held.pop(rank) for rank in [*self._held] if rank in self._ended}
         for rank in [rank for rank, each in held.items() if interrupted and each.is_of_end()]:
             del held[rank]
             self._shown_at[rank] = self._shown
         if not held:
             return
         for ranks, line in tracebacks.fold(held, cause):
-            tag = f"[{tracebacks.ranks_text([*map(self._name, ranks)])}] " if ranks else ""
-            self._show(STDERR, (tag if self._tag else "").encode() + line + b"\n")
+            names = tracebacks.ranks_text(ranks)
+            if self.ranks is not None:
+                names = ",".join(self._name(rank) for rank in ranks)
+            tag = f"[{names:>{self._width}}] " if ranks and self._tag else ""
+            self._show(STDERR, tag.encode() + line + b"\n")
         for rank in held:
             self._shown_at[rank] = self._shown
 
-    def _name(self, rank: int) -> int:
+    def _name(self, rank: int) -> str:
         now = self._rank(rank)
-        return rank if now is None else now
+        return f"p{rank}" if now is None else str(now)
 
     def repeats(self, rank: int) -> list[bytes]:
         """The last lines of a rank's standard error, unless they were just shown."""
@@ -219,8 +222,7 @@ class Output:
     def _tagged(self, rank: int, stream: str, line: bytes) -> bytes:
         if not self._tag:
             return line
-        now = self._rank(rank)
-        tag = f"[{f'p{rank}' if now is None else now:>{self._width}}]".encode()
+        tag = f"[{self._name(rank):>{self._width}}]".encode()
         if stream in self._colour:
             tag = b"\x1b[%dm%b\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], tag)
         return tag + b" " + line

@@ -38,11 +38,13 @@ from hororing.hororun.job.elastic_processes import (
 )
 from hororing.hororun.job.ending import Ending, Grace
 from hororing.hororun.job.fixed import CannotStartError, conclude_asked, end_report
+from hororing.hororun.job.news import News
 from hororing.hororun.job.slots import Slot, Slots, pause
 
 _NOT_STARTED = 127
 _TOLD_S = 1.0
 _LONGEST_WAIT_S = 3600.0  # epoll takes no longer ones than some weeks
+_SILENT = "{} (stopped, or its host overloaded): hororun has ended it (--peer-timeout-s)"
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # no fault of the process
 
 
@@ -96,11 +98,10 @@ class ElasticJob:
         self._dead_hosts: list[ElasticHost] = []  # to be closed
         self._processes = Processes()
         self._several = what.script is not None or len(what.hosts) > 1
+        self._news = News(output, self._several)
         self._store: ElasticStore | None = None  # once there are enough slots
         self._patience_s = what.elastic_timeout_s or math.inf
-        self._began = time.monotonic()
         self._few_since: float | None = None
-        self._causes: list[str] = []  # of the next generation
         self._expected = 0
         self._finished = False  # a process has finished: no more are started
         self.why = ""  # it has failed
@@ -143,8 +144,6 @@ class ElasticJob:
 
     def _failed(self, process: ElasticProcess) -> None:
         self._processes.failed.append(process)
-        after_s = time.monotonic() - self._began
-        text = f"{process.described(self._several)}, {after_s:.1f} s after the start"
         if self._finished:
             self.why = self.why or "a process has failed after another one had finished"
         else:
@@ -155,8 +154,8 @@ class ElasticJob:
                 early=not took_part and process.code not in _FROM_OUTSIDE,
                 lived_s=time.monotonic() - process.began if took_part else 0.0,
             )
-            text += pause(process.slot, rest_s)
-        self._output.log(text)
+            process.then = pause(process.slot, rest_s)
+        self._news.say_end(process)
 
     def _finish(self) -> None:
         """Start no more processes; end those that have not taken part yet."""
@@ -180,8 +179,10 @@ class ElasticJob:
                 while not self._is_over():
                     self._start_due()
                     step(self.selector, self._left_s())
+                    self._output.show_due()
                     self._ending.take_signals(failed=self._ending.begun)
                     self._take_events()
+                    self._news.tell_due(self._ending.begun)
                     self._look_at_hosts()
                     self._judge()
             finally:
@@ -202,6 +203,8 @@ class ElasticJob:
         return [each.name(self._several) for each in self._processes.live()]
 
     def _close(self) -> None:
+        if self.asked is None:
+            self._news.tell()
         if self._discovery is not None:
             self._discovery.close()
         for host in [*self._hosts.values(), *self._dead_hosts]:
@@ -209,6 +212,7 @@ class ElasticJob:
         if self._store is not None:
             self._store.stop()
         self._events.close()
+        self._output.fold(interrupted=self.asked is not None)
         self._output.close()
 
     def _send(self, number: int) -> None:
@@ -223,6 +227,7 @@ class ElasticJob:
         times = [
             self._slots.next_at(now, used) if starts and self._store is not None else None,
             self._few_since + self._patience_s if starts and self._few_since else None,
+            self._news.tell_at,
             *(host.ready_by for host in self._hosts.values() if not host.of.ready),
             *(
                 each.lost_at + self._grace_s
@@ -231,10 +236,9 @@ class ElasticJob:
             ),
             *(max(each + self._grace_s, now + ASK_S) for each in self._processes.left()),
         ]
+        finds = self._discovery.left_s() if self._discovery is not None and starts else None
         lefts = [max(each - now, 0.0) for each in times if each is not None]
-        lefts += [each for each in (self._ending.left_s(),) if each is not None]
-        if self._discovery is not None and starts:
-            lefts.append(self._discovery.left_s())
+        lefts += [x for x in (self._ending.left_s(), self._output.due_s(), finds) if x is not None]
         return min([*lefts, _LONGEST_WAIT_S])
 
     def _start_due(self) -> None:
@@ -277,8 +281,8 @@ class ElasticJob:
 
     def _start(self, slot: Slot, host: ElasticHost) -> None:
         process = ElasticProcess(len(self.processes), slot, host, time.monotonic())
-        if process.number >= self._slots.max_np:
-            self._output.log(f"{process.name(self._several)} starts")
+        if self._processes.generation or self._processes.failed:
+            self._news.say_after(self._processes.start_text(process, self._several))
         slot.busy = True
         self._processes.started.append(process)
         try:
@@ -289,14 +293,16 @@ class ElasticJob:
 
     def _found(self, hosts: list[Host]) -> None:
         first = self._known is None
+        counts = {host.name: host.slots for host in self._known or ()}
         self._known = hosts
         came, gone = self._slots.update(hosts)
         for name in gone:
             if not first:
-                self._output.log(f"host {name} was removed")
+                self._news.say(f"host {name} was removed")
             self._retire(name)
         if came and not first:
-            self._output.log(f"host {', '.join(came)} was added")
+            self._news.say(f"host {', '.join(came)} was added")
+        self._news.say_changes(counts, hosts)
         for process in self._processes.live():
             if not process.leaves and process.slot not in self._slots.of(process.slot.host):
                 why = f"the slot of process {process.number} was removed"
@@ -317,14 +323,14 @@ class ElasticJob:
             if not process.generation:
                 self._end(process)
         assert self._store is not None
-        self._causes.append(why)
+        self._news.add(why)
         self._store.retire(name)
         self._store.hosts_updated(removed=[name])
 
     def _not_found(self, text: str) -> None:
         if self._known is None:
             raise CannotStartError(text)
-        self._output.log(text)
+        self._news.say(text)
 
     def _host_ended(self, name: str, host: ElasticHost, text: str) -> None:
         """The agent has ended; it reports the ends of its processes next."""
@@ -333,7 +339,7 @@ class ElasticJob:
         del self._hosts[name]
         self._dead_hosts.append(host)
         if not (self._ending.begun or self._finished):
-            self._output.log(text)
+            self._news.say(text)
             for slot in self._slots.of(name):
                 if not slot.busy:
                     self._slots.failed(slot, time.monotonic(), early=True)
@@ -362,8 +368,7 @@ class ElasticJob:
             elif isinstance(event, Ended):
                 self._fail(event.reason)
             elif isinstance(event, Apart):
-                self._causes.append(event.why)
-                self._output.log(event.why)
+                self._news.add(event.why, stops=True)
             elif isinstance(event, (Joined, Lost, Done)):
                 self._about(event, gone)
 
@@ -375,20 +380,22 @@ class ElasticJob:
         if isinstance(event, Joined):
             process.uid, process.lost_at, process.left_at = event.uid, None, None
             if self._processes.generation:
-                self._causes.append(f"process {process.number} has arrived")
+                self._news.add(f"process {process.number} has arrived")
         elif isinstance(event, Lost):
-            self._causes.append(f"lost process {process.number}")
+            self._news.add(process, stops=not event.refused)
             process.lost_at = process.left_at = time.monotonic()
             process.gone.append(gone)
             process.refused = event.refused
             if event.refused:
-                self._output.log(f"{process.name(self._several)} is not admitted: {event.why}")
+                process.end = f"was not admitted: {event.why}"
             elif process.code is None and event.why != CONNECTION_ENDED:
+                process.end = _SILENT.format(event.why)
                 process.host.of.signal(signal.SIGKILL, process.number)
             if process.code is not None or not isinstance(process.host.of, LocalHost):
                 gone.set()
         else:
             process.status, process.left_at = event.status, time.monotonic()
+            self._news.add(process, stops=True, quiet=event.status == 0)
 
     def _form(self, world: World) -> None:
         ranks = self._processes.form(world)
@@ -396,12 +403,9 @@ class ElasticJob:
             if process.number not in ranks and process.leaves:
                 self._end(process)
         self._output.ranks = ranks
-        cause = "; ".join(self._causes) or "start"
-        self._causes.clear()
+        cause = self._news.form(world)
         if self._membership is not None:
             history.record(self._membership, world, cause, self._output.log)
-        if world.generation > 1:
-            self._output.log(f"generation {world.generation} has {len(ranks)} ranks: {cause}")
         if 0 < self._what.reset_limit < world.generation - 1:
             self._fail(f"more than {self._what.reset_limit} resets (--reset-limit)")
 
@@ -412,6 +416,7 @@ class ElasticJob:
         for process in self._processes.live():
             if process.lost_at is not None and time.monotonic() >= process.lost_at + self._grace_s:
                 process.lost_at = None
+                process.end = f"had lost its connection for {self._grace_s:g} s, and was ended"
                 self._end(process, signal.SIGKILL)
         for process in self._processes.frozen(self._grace_s):
             self._abandon(process)
@@ -444,7 +449,7 @@ class ElasticJob:
         """Count a process as ended whose host's agent does not report that."""
         if not process.host.leaves:
             process.host.leaves = True  # nothing starts there any more
-            self._output.log(f"host {process.slot.host} is lost: its agent does not answer")
+            self._news.say(f"host {process.slot.host} is lost: its agent does not answer")
         process.end = "was on a host whose agent does not answer"
         self.exited(process.number, 0 if process.status == 0 else LOST)
 
@@ -471,7 +476,7 @@ class ElasticJob:
 
     def conclude(self) -> int:
         """Print how it has ended, and return the exit code of hororun."""
-        if self._processes.failed:
+        if self._processes.failed and self.asked is None:
             self._output.log(self._processes.failures(self._several))
         if self._ending.asked is not None:
             codes = [each.code for each in self.processes] or [1]
@@ -481,12 +486,15 @@ class ElasticJob:
         self._output.log(f"the job has failed: {self.why}")
         if self.first_failed is None:
             return 1
-        for line in self.end_report(self.first_failed):
+        for line in self.end_report(self.first_failed, again=False):
             self._output.log(line)
         code = self.first_failed.code or 1
         return code if code > 0 else 128 - code
 
-    def end_report(self, process: ElasticProcess) -> list[str]:
-        """Lines for the user: how it has ended."""
+    def end_report(self, process: ElasticProcess, *, again: bool = True) -> list[str]:
+        """Lines for the user: how it has ended. `again`: with lines that were just shown."""
+        how = f"{process.name(self._several)} {process.how()}"
         tail = self._output.tail(process.number)
-        return end_report(process.described(self._several), process.code or 0, tail)
+        if tail and not again and not self._output.repeats(process.number):
+            return [how]
+        return end_report(how, 0 if process.end else process.code or 0, tail)

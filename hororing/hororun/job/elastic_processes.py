@@ -64,6 +64,7 @@ class ElasticProcess:
     code: int | None = None  # its exit code, or minus the signal
     leaves: bool = False  # as the job wants it: no failure
     end: str = ""  # how it has ended, if the code does not show it
+    then: str = ""  # what happens to its slot
     lost_at: float | None = None  # when the store lost it; None again once it is killed
     left_at: float | None = None  # when it has left the store: its end should follow
     refused: bool = False  # it differs from the others
@@ -72,9 +73,7 @@ class ElasticProcess:
     def name(self, with_host: bool) -> str:
         """Return its name for messages; with its host, if there are several."""
         where = f"process {self.number}" + (f" on host {self.slot.host}" if with_host else "")
-        if self.rank is None:
-            return where
-        return f"rank {self.rank} of generation {self.generation} ({where})"
+        return where if self.rank is None else f"{where} (rank {self.rank})"
 
     def is_member(self) -> bool:
         """Whether it is a member: the store has not reported that it left."""
@@ -82,15 +81,16 @@ class ElasticProcess:
 
     def described(self, with_host: bool) -> str:
         """Return its name and how it has ended."""
-        return f"{self.name(with_host)} {self.how()}"
+        return f"{self.name(with_host)} {self.how()}{self.then}"
 
     def how(self) -> str:
         """Describe how it has ended."""
         if self.end:
             return self.end
+        if self.code is None:
+            return "has left" if self.status is None else "is about to end"
         if self.code == 0:
-            return "has ended without finishing"
-        assert self.code is not None
+            return "has finished" if self.status == 0 else "has ended without finishing"
         return describe(self.code)
 
 
@@ -147,6 +147,12 @@ class Processes:
             if process.number in ranks:
                 process.rank, process.generation = ranks[process.number], world.generation
         return ranks
+
+    def start_text(self, process: ElasticProcess, with_host: bool) -> str:
+        """Describe the start of a process after the first ones."""
+        before = [each.number for each in self.started if each.slot is process.slot]
+        place = f" in place of process {before[-1]}" if before else ""
+        return f"{process.name(with_host)} starts{place}"
 
     def why_over(self, usable: int, with_host: bool) -> str:
         """Return why the job cannot continue. "": it can, with `usable` slots."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import socket
@@ -192,21 +193,17 @@ def test_a_script_that_fails_everywhere_is_not_started_for_ever():
     assert done.returncode == 3, done.stderr
     assert "every process has failed before the first generation" in done.stderr
     assert done.stderr.count("] no\n") <= 4
-    assert (
-        done.stderr.splitlines()[-2:]
-        == [
-            "hororun: process 0 has failed with exit code 3; the last lines of its standard error:",
-            "hororun:     no",
-        ]
-        or "process 1 has failed" in done.stderr
-    )
+    last = done.stderr.splitlines()[-1]
+    assert re.fullmatch(r"hororun: process [01] has failed with exit code 3", last)
 
 
 def test_a_slot_that_fails_is_given_up_and_too_few_end_the_job():
     script = "[ $HORORING_PROCESS = 0 ] && sleep 600; kill -8 $$"
     done = run("-np", "2", "--min-np", "2", *sh(script))
     assert done.returncode == 128 + 8, done.stderr
-    assert done.stderr.count(" s after the start") == 3
+    killed = re.findall(r"hororun: \d\d:\d\d:\d\d process \d was killed by SIGFPE", done.stderr)
+    assert len(killed) == 3
+    assert "process 2 starts in place of process 1" in done.stderr
     assert "its slot is no longer used" in done.stderr
     assert "the job has failed: there are 1 usable slots, of at least 2" in done.stderr
     assert "3 of 4 processes have failed (process 1, process 2, process 3)" in done.stderr
@@ -385,7 +382,7 @@ def test_an_exit_code_of_0_alone_is_no_success():  # push tier, 1 s
     script = "import os, hororing.numpy as hvd; hvd.init(); os._exit(0)"
     done = run("-np", "1", "--min-np", "1", sys.executable, "-c", script)
     assert done.returncode == 1, done.stderr
-    assert "rank 0 of generation 1 (process 0) has ended without finishing" in done.stderr
+    assert "process 0 (rank 0) has ended without finishing" in done.stderr
     assert "no process is left that has the state of the training" in done.stderr
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -98,10 +97,10 @@ class _Stream:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    yield now
+    return now
 
 
 def test_a_rank_that_lives_on_has_its_traceback_shown_unchanged(clock: list[float]):
@@ -212,9 +211,8 @@ def test_a_mistake_costs_few_lines(name: str, size: int):
         pytest.skip("a framework eight times")
     env = {"TF_CPP_MIN_LOG_LEVEL": "3", "HORORING_STALL_WARNING_S": "1"}
     if name.startswith(("torch", "keras", "tf")):
-        pytest.importorskip(
-            {"tf": "tensorflow"}.get(name.partition("_")[0], name.partition("_")[0])
-        )
+        framework = name.partition("_")[0]
+        pytest.importorskip("tensorflow" if framework == "tf" else framework)
     lines = [each for each in mistake(name, size=size, **env) if "0000 00:00" not in each]
     lines = [each for each in lines if "before absl::InitializeLog()" not in each]
     assert len(lines) <= (12 if size == 2 else 14), "\n".join(lines)
