@@ -1,6 +1,6 @@
-"""``python -m hororing doctor``: shows from outside what the ranks of a job are doing.
+"""``hororing doctor``: shows from outside what the ranks of a job are doing.
 
-Reads the flight recorders (_engine/recorder.py) of processes of this host, or those that a job has
+First who waits for whom, then a line for each rank, then the events and stacks. Reads the flight recorders (_engine/recorder.py) of processes of this host, or those that a job has
 left in HORORING_FLIGHT_RECORDER.
 """
 
@@ -10,26 +10,32 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hororing._engine import recorder
 
 ALL = "all"
+_LIBRARY = re.compile(r"/hororing/|/(site|dist)-packages/|/lib/python3|^<frozen")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("files", nargs="*", help="files of HORORING_FLIGHT_RECORDER")
     parser.add_argument(
-        "--pid", type=int, action="append", default=[], help="a process of this host"
+        "files",
+        nargs="*",
+        help="files of HORORING_FLIGHT_RECORDER, or process ids of hororun; without any, and "
+        "without --pid and --job: all your jobs on this host",
+    )
+    parser.add_argument(
+        "--pid", type=int, action="append", default=[], help="this rank, by its process id"
     )
     parser.add_argument(
         "--job",
         nargs="?",
         const=ALL,
-        help="the ranks of this job on this host, by its id or the process id of one of them; "
-        "without either: of all jobs",
+        help="the ranks of this job on this host, by its id or the process id of one of them, or "
+        "of what has started it; without a value: of all jobs",
     )
     parser.add_argument(
         "--all-users", action="store_true", help="for root: other users' processes, too"
@@ -39,18 +45,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the reports; return 1 if there are none."""
-    found: list[recorder.Recording] = []
+    found: list[tuple[recorder.Recording, int | None]] = []
     problems: list[str] = []
-    for file in arguments.files:
+    everyone = arguments.all_users
+    jobs = [each for each in arguments.files if each.isdecimal() and not Path(each).exists()]
+    files = [each for each in arguments.files if each not in jobs]
+    for file in files:
         try:
-            found.append(recorder.read(file))
+            found.append((recorder.read(file), None))
         except (OSError, ValueError) as error:
             problems.append(str(error))
-            continue
-        print(report(found[-1], arguments.events))
-    everyone = arguments.all_users
-    ranks = _ranks_of(arguments.job, everyone) if arguments.job else []
-    for pid in [*arguments.pid, *ranks]:
+    if not (arguments.files or arguments.pid or arguments.job):
+        jobs = [ALL]
+    jobs += [arguments.job] if arguments.job else []
+    ranks = [pid for job in jobs for pid in _ranks_of(job, everyone)]
+    for pid in dict.fromkeys([*arguments.pid, *ranks]):
         try:
             path = recorder.find(pid, everyone)
             if path is None:
@@ -59,15 +68,54 @@ def run(arguments: argparse.Namespace) -> int:
         except (OSError, ValueError) as error:
             problems.append(str(error))
             continue
-        found.append(recording)
+        found.append((recording, pid))
+    jobs_found = list(dict.fromkeys(each.facts["job"] for each, _ in found))
+    for job in jobs_found:
+        of_job = [each for each in found if each[0].facts["job"] == job]
+        if len(jobs_found) > 1:
+            print(f"job {job or '?'}: {of_job[0][0].facts['command']}")
+        print(*_overview(of_job), sep="\n")
+    for recording, pid in found:
         print(report(recording, arguments.events, pid))
-    for line in missing(found):
-        print(line)
     if not found and not problems:
-        problems.append("name a file, or a process (--pid), or --job: no rank was found")
+        whose = "any user" if everyone else "this user"
+        problems.append(
+            f"no rank of {whose} runs on this host; name its files (HORORING_FLIGHT_RECORDER) if "
+            "the job has ended, or run this on its host"
+        )
     for problem in problems:
         print(problem, file=sys.stderr)
     return 0 if found and not problems else 1
+
+
+def _overview(found: Sequence[tuple[recorder.Recording, int | None]]) -> list[str]:
+    """Describe who waits for whom, and give a line for each rank."""
+    lines = missing(each for each, _ in found) or ["no rank waits for another one of these"]
+    rows = [("rank", "pid", "state", "step", "waits for", "at")]
+    for recording, pid in found:
+        facts = recording.facts
+        state = "ended" if pid is None else _state(pid)
+        if state.startswith(("T", "t")):
+            lines.append(f"rank {facts['rank']} is stopped: kill -CONT {pid} lets it go on")
+        waits = recording.unfinished()
+        more = f" and {len(waits) - 1} more" if len(waits) > 1 else ""
+        rows.append((
+            str(facts["rank"]), str(facts["pid"]), state, str(recording.totals["steps"]),
+            f"{waits[0].request}{more}, {_when(waits[0], pid)}" if waits else "nothing",
+            _users_line(recording.stack),
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    return [*lines, ""]
+
+
+def _users_line(stack: str) -> str:
+    """The innermost line that is neither ours nor a library's."""
+    frames = re.findall(r'^\s*File "(.*)", line (\d+) in (.*)$', stack, re.M)
+    own = [each for each in frames if not _LIBRARY.search(each[0])] or frames
+    return f"{own[0][0]}:{own[0][1]}, in {own[0][2]}" if own else "?"
 
 
 def report(recording: recorder.Recording, events: int, pid: int | None = None) -> str:
@@ -119,10 +167,32 @@ def _list(ranks: Iterable[int]) -> str:
 
 
 def _ranks_of(job: str, all_users: bool) -> list[int]:
-    """The processes of this host that have a recorder of their own, of a job or of all."""
+    """The processes of this host that have a recorder of their own, of a job or of all.
+
+    `job` : its id, or a process id: of one of them, or of what has started them.
+    """
     found = {pid: str(head.facts["job"]) for pid, _, head in recorder.processes(all_users)}
-    wanted = found.get(int(job), job) if job.isdecimal() else job
-    return [pid for pid, its in found.items() if ALL in (wanted, job) or its == wanted]
+    if job == ALL:
+        return list(found)
+    if not job.isdecimal():
+        return [pid for pid, its in found.items() if its == job]
+    wanted = found.get(int(job), job)
+    return [
+        pid for pid, its in found.items() if (its and its == wanted) or int(job) in _ancestors(pid)
+    ]
+
+
+def _ancestors(pid: int) -> list[int]:
+    """A process, the one that has started it, and so on."""
+    found: list[int] = []
+    while pid > 1 and pid not in found:
+        found.append(pid)
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            break
+        pid = int(re.findall(r"^PPid:\s*(\d+)$", status, re.M)[0])
+    return found
 
 
 def _state(pid: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -59,13 +60,23 @@ def test_a_rank_that_others_wait_for_is_asked_what_it_is_doing(
         assert "in flight: nothing" in told
         assert "done       allreduce 'before'" in told
         assert "in compute_instead" in told
+        status = Path(f"/proc/{pid}/status").read_text()
+        told = ask(capsys, re.findall(r"PPid:\s*(\d+)", status)[0])  # of the launcher
+        verdict, header, *rows = told.splitlines()
+        assert verdict == "allreduce 'loss': submitted by rank 0, 2, not by rank 1"
+        assert header.split()[:4] == ["rank", "pid", "state", "step"]
+        assert re.fullmatch(rf"1 +{pid} +\S.* +nothing +{RANKS}:\d+, in compute_instead", rows[1])
+        assert re.search(r" allreduce 'loss', \d+\.\d s ago ", rows[0])
         told = ask(capsys, "--job", pid)
         assert told.count(" of 3, pid ") == 3
+        assert f"\n1     {pid} " in ask(capsys)  # of all jobs
         assert "in flight: allreduce 'loss' (submitted " in told
         assert "allreduce 'loss': submitted by rank 0, 2, not by rank 1" in told
         # While it is stopped.
         os.kill(pid, signal.SIGSTOP)
-        assert "main thread: has not written its stack" in ask(capsys, "--pid", pid)
+        told = ask(capsys, "--pid", pid)
+        assert "main thread: has not written its stack" in told
+        assert f"rank 1 is stopped: kill -CONT {pid} lets it go on\n" in told
         no_answer = "next, does not answer: its process is stopped"
         assert poll(lambda: no_answer in job.printed(0)), job.report()
         # Killed.
@@ -120,7 +131,7 @@ def test_the_last_events_are_kept_and_a_signal_of_the_script_is_its_own(
 
 
 def test_doctor_says_why_there_is_nothing_to_see(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     other = tmp_path / "other"
     other.write_bytes(bytes(100_000))
@@ -128,8 +139,9 @@ def test_doctor_says_why_there_is_nothing_to_see(
     printed = capsys.readouterr().err
     assert f"{other} is not a flight recorder of hororing" in printed
     assert "has not called hororing's init()" in printed
+    monkeypatch.setattr(recorder, "processes", lambda all_users: iter(()))
     assert __main__.main(["doctor"]) == 1
-    assert "--job" in capsys.readouterr().err
+    assert "no rank of this user runs on this host" in capsys.readouterr().err
 
 
 def written(**facts: object) -> bytes:
