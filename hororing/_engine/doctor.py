@@ -1,7 +1,8 @@
 """``hororing doctor``: shows from outside what the ranks of a job are doing.
 
-First who waits for whom, then a line for each rank, then the events and stacks. Reads the flight recorders (_engine/recorder.py) of processes of this host, or those that a job has
-left in HORORING_FLIGHT_RECORDER.
+First who waits for whom, then a line for each rank, then the events and stacks. Reads the flight
+recorders (_engine/recorder.py) of processes of this host, or those that a job has left in
+HORORING_FLIGHT_RECORDER.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from hororing.hororun.flags.host_lists import Host
 from hororing.hororun.host import cgroup, numa
 from hororing.hororun.host.local import STDERR, STDOUT
 from hororing.hororun.host.output import Output
-from hororing.hororun.job import page as page_module
+from hororing.hororun.job import beside as beside_module
 from hororing.hororun.job import plan, start
 from hororing.hororun.job.ending import Grace
 from hororing.hororun.job.fixed import CannotStartError
@@ -46,7 +46,7 @@ _OF_MPIRUN = ("LD_", "OMPI_", "PATH", "PMIX_", "PRTE_")
 
 # mpirun has other flags for these, or none.
 _WITHOUT_MPI = (
-    "--page", "--page-token-file", "--output", "--start-timeout",
+    "--page", "--page-token-file", "--progress", "--output", "--start-timeout",
     "--grace", "--rsh-agent", "--ssh-port", "--ssh-identity-file",
 )  # fmt: skip
 _CONFIGS = ("--import-config", "--export-config")
@@ -97,28 +97,23 @@ def main(words: Sequence[str] | None = None) -> int:
     limits.raise_files()  # elastic jobs may grow
     output = _output(arguments, size, only_from, elastic is not None)
     rsh = arguments.rsh_agent or start.ssh(arguments.ssh_port, arguments.ssh_identity_file)
-    page = None
     try:
-        page = page_module.begin(arguments, rsh)
-        what = start.Start(
-            placed, command, variables, rsh, arguments.start_timeout, _grace(arguments.grace),
-            _stdin(), page,
-        )  # fmt: skip
-        if elastic is not None:
-            return start.run_elastic(
-                what, elastic, output, _membership(arguments.output)
-            ).conclude()
-        output.open_files(size)
-        return start.run(what, output).conclude()
+        with beside_module.started(arguments, rsh) as beside:
+            what = start.Start(
+                placed, command, variables, rsh, arguments.start_timeout, _grace(arguments.grace),
+                _stdin(), beside,
+            )  # fmt: skip
+            if elastic is not None:
+                membership = _membership(arguments.output)
+                return start.run_elastic(what, elastic, output, membership).conclude()
+            output.open_files(size)
+            return start.run(what, output).conclude()
     except CannotStartError as error:
         output.log(str(error))
     except OSError as error:
         output.log(limits.why_not_started(error, "start"))
     except KeyboardInterrupt:  # before the ranks were started
         return 128 + signal.SIGINT
-    finally:
-        if page is not None:
-            page.close()
     return _FAILED
 
 
@@ -171,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("-p", "--ssh-port", type=_positive, metavar="PORT", help="of ssh")
     add("-i", "--ssh-identity-file", metavar="FILE", help="of ssh")
-    page_module.add_arguments(parser)
+    beside_module.add_arguments(parser)
     elastic_module.add_arguments(parser, _positive, _seconds)
     add("--mpi", action="store_true", help="print the mpirun line for this, and run it")
     add(

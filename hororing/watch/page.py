@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     serving.start()
     try:
         if arguments.of_hororun:
-            _obey(hub)
+            obey(hub)
         else:
             serving.join()
     except KeyboardInterrupt:
@@ -79,7 +79,7 @@ def address(port: int, query: str) -> str:
     )
 
 
-def _obey(hub: Hub) -> None:
+def obey(hub: Hub) -> None:
     """Read from hororun: "job ID" once it is known, "host NAME" for each other host."""
     os.write(1, b"ready\n")
     for line in sys.stdin:

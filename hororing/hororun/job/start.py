@@ -30,11 +30,11 @@ from hororing.hororun.host.hosts import LocalHost, RemoteHost
 from hororing.hororun.host.local import Program, memory_file
 from hororing.hororun.host.output import Output
 from hororing.hororun.job import plan
+from hororing.hororun.job.beside import Beside
 from hororing.hororun.job.discovery import Discovery, Found
 from hororing.hororun.job.elastic import ElasticJob
 from hororing.hororun.job.ending import Grace
 from hororing.hororun.job.fixed import CannotStartError, Job
-from hororing.hororun.job.page import Page
 from hororing.hororun.job.plan import Place, Rendezvous
 from hororing.hororun.job.slots import Slot
 
@@ -63,7 +63,7 @@ class Start:
     start_timeout_s : how long other hosts may take to answer.
     grace : time between the request to end and SIGKILL.
     stdin : the standard input of rank 0; None: nothing.
-    page : is told the job's id, and its hosts.
+    beside : are told the job's id, and its hosts.
     payload : the standard input of each rank. Ranks then answer; see `Program.answers`.
     """
 
@@ -74,7 +74,7 @@ class Start:
     start_timeout_s: float
     grace: Grace
     stdin: IO[bytes] | None = None
-    page: Page | None = None
+    beside: Sequence[Beside] = ()
     payload: bytes | None = None
 
 
@@ -91,8 +91,8 @@ def run(what: Start, output: Output) -> Job:
     here_count = sum(place.host not in others for place in what.placed)
     _make_room(what, output, size, here_count, connections=size)
     store, secret = new_store(size, bool(others), ends_are_noted=True)
-    if what.page is not None:
-        what.page.about(store.job, others)
+    for each in what.beside:
+        each.about(store.job, others)
     job = Job(size, output, grace=what.grace, on_finished=store.note_end)
     job.host_of = {place.rank: place.host for place in what.placed} if others else {}
     here = LocalHost(job.selector, job, secret)
@@ -150,9 +150,9 @@ def run_elastic(
     CannotStartError : there are no hosts, or a program cannot be started.
     """
     secret, job = protocol.new_secret(), secrets.token_hex(8)
-    if what.page is not None:
-        what.page.about(job)
-    page_job = job
+    for each in what.beside:
+        each.about(job)
+    job_id = job
     inherited = environment.inherited()
     common = {"HORORING_ELASTIC": "1", "HORORING_JOB": job}
     payload = None if what.payload is None else memory_file("payload", what.payload)
@@ -201,8 +201,8 @@ def run_elastic(
     ) -> LocalHost | RemoteHost:
         if is_local(name):
             return LocalHost(job.selector, job, secret)
-        if what.page is not None:
-            what.page.about(page_job, [name])
+        for each in what.beside:
+            each.about(job_id, [name])
         host = RemoteHost(
             job.selector, job, secret,
             name=name, rsh=what.rsh, ranks=(), log=output.log, compared=compared, on_end=ended,

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from hororun_jobs import HORORUN, environment, run
 
 from hororing._engine.tracebacks import shorten
 from hororing.hororun.host import tracebacks
 from hororing.hororun.host.local import STDERR
 from hororing.hororun.host.output import Output
-from tests.python.support.hororun_jobs import HORORUN, environment, run
 
 MISTAKES = Path(__file__).parents[1] / "support" / "mistakes.py"
 

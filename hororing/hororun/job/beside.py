@@ -1,0 +1,98 @@
+"""What watches a job in a process of its own that ends with hororun: a page, a line a minute."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import select
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+from hororing.hororun.host.local import start
+from hororing.hororun.job.fixed import CannotStartError
+
+_START_S = 60.0  # a busy machine
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    add = parser.add_argument
+    add("--page", type=_port, metavar="PORT",
+        help="serve a page about the job on 127.0.0.1 (0: a free port), for ssh -L")  # fmt: skip
+    add("--page-token-file", metavar="FILE",
+        help="what to log in with there, in a file of mode 0600; else a new token")  # fmt: skip
+    add("--progress", action="store_true",
+        help="print a line a minute, who is late for long, and how long the job took")  # fmt: skip
+
+
+def _port(text: str) -> int:
+    if not re.fullmatch(r"\d{1,5}", text) or int(text) >= 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a number from 0 to 65535")
+    return int(text)
+
+
+@contextlib.contextmanager
+def started(arguments: argparse.Namespace, rsh: Sequence[str]) -> Iterator[list[Beside]]:
+    """Start what the flags want, and end it after the job. CannotStartError."""
+    rsh_words = ["--rsh-agent", shlex.join(rsh)]
+    with contextlib.ExitStack() as ends:
+        made = []
+        if arguments.page is not None:
+            words = ["hororing", "page", "--of-hororun", "--port", str(arguments.page), *rsh_words]
+            if arguments.page_token_file is not None:
+                words += ["--token-file", arguments.page_token_file]
+            made.append(ends.enter_context(Beside(words, "--page: no page")))
+        elif arguments.page_token_file is not None:
+            raise CannotStartError("--page-token-file needs --page")
+        if arguments.progress:
+            words = ["hororing.watch.progress", *rsh_words]
+            made.append(ends.enter_context(Beside(words, "--progress: it does not start")))
+        yield made
+
+
+class Beside(contextlib.AbstractContextManager["Beside"]):
+    """The process. CannotStartError if it does not start, such as for a port in use.
+
+    Parameters
+    ----------
+    words : Sequence of str
+        A module of Python, and its arguments. It prints a line once it works. What it tells the
+        user, it prints to the standard error.
+    problem : str
+        What the user lacks if it does not start.
+    """
+
+    def __init__(self, words: Sequence[str], problem: str) -> None:
+        self._process = start(
+            [sys.executable, "-m", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        answers = select.select([self._process.stdout], [], [], _START_S)[0]
+        if not answers or not self._process.stdout.readline():
+            self.close()
+            raise CannotStartError(f"{problem}, and no rank was started")
+
+    def __exit__(self, *how: object) -> None:
+        """End it."""
+        self.close()
+
+    def about(self, job: str, hosts: Iterable[str] = ()) -> None:
+        """Tell it the job, and other hosts of it; more may be told later."""
+        assert self._process.stdin is not None
+        lines = [f"job {job}\n", *(f"host {host}\n" for host in hosts)]
+        with contextlib.suppress(OSError):  # it has ended: the job goes on
+            self._process.stdin.write("".join(lines).encode())
+            self._process.stdin.flush()
+
+    def close(self) -> None:
+        """End it."""
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
