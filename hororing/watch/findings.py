@@ -68,11 +68,13 @@ class Seen:
 
 
 def late(ranks: Mapping[int, Seen]) -> dict[int, float]:
-    """By how much each rank is late in a step, in s; half of the ranks are punctual."""
+    """By how much each rank is late, in s per step or second; half of the ranks are punctual."""
+    found = {rank: seen.rates for rank, seen in ranks.items() if seen.rates is not None}
+    counts = any(each.steps for each in found.values())  # else no step is recognised
     waits = {
-        rank: seen.rates.waited_s
-        for rank, seen in ranks.items()
-        if seen.rates is not None and seen.rates.steps
+        rank: each.waited_s
+        for rank, each in found.items()
+        if (each.steps if counts else each.batches)
     }
     if len(waits) < 2:
         return {}
@@ -85,7 +87,8 @@ def of_late_ranks(ranks: Mapping[int, Seen], slow: Sequence[Finding] = ()) -> li
     found = []
     lateness = late(ranks)
     steps = [s.rates.step_s for s in ranks.values() if s.rates is not None and s.rates.step_s]
-    step_s = lower_median(steps)
+    step_s = lower_median(steps) or 1.0
+    unit = f"in a step of {_ms(step_s)}" if steps else "in each second"
     guilty = {rank: by for rank, by in lateness.items() if by > max(LATE_S, LATE_SHARE * step_s)}
     others = [ranks[rank] for rank in lateness if rank not in guilty]
     waiting = sorted(rank for rank in lateness if rank not in guilty)
@@ -96,7 +99,7 @@ def of_late_ranks(ranks: Mapping[int, Seen], slow: Sequence[Finding] = ()) -> li
             (peer,) = set(links[0].ranks) - {rank}
             cause, why = "link", f"Its link with rank {peer} is slow."
         text = (
-            f"rank {rank} is late: by {_ms(by)} in a step of {_ms(step_s)}, in which "
+            f"rank {rank} is late: by {_ms(by)} {unit}, in which "
             f"{listed(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it. {why}"
         )
         found.append(Finding("late", text, [rank], cause))
@@ -133,8 +136,8 @@ def _cause(of: Seen, by: float, others: list[Seen]) -> tuple[str, str]:
         "core": f"Other processes have its core for {part} of that: see what else runs there.",
         "disk": f"It waits for a disk for {part} of that.",
         "compute": (
-            f"It computes for {_ms(own.cpu_s)} in a step, the others for {_ms(cpu_s)}: it has more "
-            "work, or a slower processor."
+            f"It computes for {_ms(own.cpu_s)} of that time, the others for {_ms(cpu_s)}: it has "
+            "more work, or a slower processor."
         ),
     }[cause]
 

@@ -20,7 +20,8 @@ _BETWEEN_HOSTS = ("bytes_three_phase", "bytes_ring", "bytes_rank_order")
 
 @dataclass(frozen=True)
 class Rates:
-    """A rank's window. Times in s; those that end in _s are per step, shares are of the time."""
+    """A rank's window. Times in s; those that end in _s are per step, or without steps per second; shares
+    are of the time."""
 
     seconds: float
     steps: int
@@ -80,8 +81,7 @@ def _between(first: dict[str, Any], last: dict[str, Any]) -> Rates:
     }
     seconds = max(last["at_ns"] - first["at_ns"], 1) / 1e9
     steps = totals["steps"]
-    # Without steps, times are per second: at most as long as the window.
-    parts = steps or max(seconds, 1.0)
+    parts = steps or seconds  # without steps, times are per second
     # Steps have their own clock: a window begins and ends within one.
     if steps and first["totals"]["step_began_at_ns"]:
         step_s = totals["step_began_at_ns"] / 1e9 / steps

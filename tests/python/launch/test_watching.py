@@ -240,6 +240,14 @@ def test_the_cause_of_lateness_is_the_figure_that_explains_it(cause: str, own: d
     assert of_late_ranks({0: seen(), 1: seen(waited_s=0.045)}) == []
 
 
+def test_without_steps_lateness_is_that_of_a_second():
+    none: dict[str, Any] = {"steps": 0, "step_s": None}
+    (found,) = of_late_ranks({0: seen(**none, waited_s=0.5), 1: seen(**none)})
+    assert "rank 1 is late: by 450.0 ms in each second, in which rank 0 waits for it" in found.text
+    idle = {"batches": 0.0, **none}
+    assert of_late_ranks({0: seen(**idle, waited_s=0.5), 1: seen(**idle)}) == []
+
+
 def test_waits_name_those_that_are_missing_and_a_stopped_rank():
     waits = [("allreduce 'x'", "submitted", 3.0)]
     (found,) = of_waits({0: seen(waits), 1: seen(state="T"), 2: seen(waits)}, 0.1)
