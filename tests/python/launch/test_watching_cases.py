@@ -1,11 +1,13 @@
-"""Stragglers and hangs on seeded ranks are named rightly, and soon (docs/watching.md).
+"""Stragglers, hangs and slow links at seeded places are named rightly (docs/watching.md).
 
-Full tier, 3 min. HORORING_TEST_SEED repeats a series.
+Full tier, 6 min. HORORING_TEST_SEED repeats a series.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -110,3 +112,96 @@ def first(told: Told, kind: str) -> dict[str, Any]:
             return found[0]
         assert time.monotonic() < end, kind
         time.sleep(0.05)
+
+
+# ---------------------------------------------------------------------------------------------
+# Slow links: in the network of the first of three hosts, as hosts.sh starts it.
+
+
+LINK_CASES = 9
+AGENT = "PRTE_MCA_plm_ssh_agent"  # of hosts.sh
+LINK_RANK = """
+import time
+import numpy as np
+import hororing.numpy as hvd
+hvd.init()
+while True:
+    time.sleep(0.02)
+    for handle in [hvd.allreduce_async(np.ones(200_000, np.float32), name=n) for n in "abcdefgh"]:
+        hvd.synchronize(handle)
+"""
+
+
+def shape(host: int, rate: str) -> None:
+    """What this host sends from now on has this rate."""
+    how = f"tc qdisc change dev eth0 root tbf rate {rate} burst 128kb latency 30ms"
+    subprocess.run([os.environ[AGENT], f"host{host}", how], check=True)
+
+
+def watch_links(hostfile: str, seed: int, script: str) -> None:
+    process = hororun_jobs.start(
+        "--rsh-agent", os.environ[AGENT], "--page", "0", "--grace", "1", "-hostfile", hostfile, "-np", "3",
+        sys.executable, script,
+    )  # fmt: skip
+    assert process.stderr is not None
+    told = Told(process.stderr.readline().split()[1])
+    draw = random.Random(seed)
+    took, wrong = [], []
+    try:
+        wait_for_links(told, slow=False)
+        for number in range(LINK_CASES):
+            host = (number + seed) % 3
+            shape(host, f"{draw.randrange(30, 90)}mbit")
+            began = time.monotonic()
+            found = wait_for_links(told, slow=True)
+            took.append(time.monotonic() - began)
+            if found[0]["ranks"][0] != host:
+                wrong.append(f"host {host}: {found}")
+            shape(host, "400mbit")
+            wait_for_links(told, slow=False)
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    took.sort()
+    rightly = f"{LINK_CASES - len(wrong)} of {LINK_CASES} slow links named rightly"
+    median = took[LINK_CASES // 2]
+    print(f"seed {seed}: {rightly}; median {median:.1f} s, slowest {took[-1]:.1f} s", *wrong)
+    assert not wrong
+
+
+def wait_for_links(told: Told, slow: bool) -> list[dict[str, Any]]:
+    """Wait for a finding about a link, or until there was none for three seconds."""
+    end, calm_since = time.monotonic() + 60, time.monotonic()
+    while time.monotonic() < end:
+        state = told.state()["state"]
+        found = [each for each in (state or {}).get("findings", ()) if each["kind"] == "link"]
+        if found and slow:
+            return found
+        ready = state and state["step_s"] and len(state["ranks"]) == 3 and state["links"]
+        if found or not ready:
+            calm_since = time.monotonic()
+        if not slow and time.monotonic() - calm_since > 3:
+            return []
+        time.sleep(0.1)
+    raise AssertionError(f"slow={slow}: {told.state()}")
+
+
+@pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
+def test_seeded_slow_links_are_named_rightly(tmp_path: Path):
+    (tmp_path / "rank.py").write_text(LINK_RANK)
+    seed = mpirun.new_seed()
+    watcher = tmp_path / "watcher"
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(mpirun.__file__).parent)])
+    # hosts.sh starts it like mpirun: --hostfile FILE -np N.
+    watcher.write_text(
+        f"#!/bin/bash\nexport PYTHONPATH={hororun_jobs.ROOT}:{paths}\nexec {sys.executable} -c "
+        f"'from test_watching_cases import *; watch_links(\"'$2'\", {seed}, "
+        f'"{tmp_path}/rank.py")\'\n'
+    )
+    watcher.chmod(0o755)
+    done = subprocess.run(
+        [mpirun.HOSTS, "1,1,1", "-r", "400mbit", watcher],
+        capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
