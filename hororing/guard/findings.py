@@ -130,8 +130,9 @@ class NonFinite:
     step : the number of the step, counted from 1.
     tensor : the first parameter, in order of backward, of the first rank that has any.
     ranks, hosts : those that have any.
-    value : "NaN" or "infinite".
-    elements, size : how many of the elements of `tensor` are not finite, and how many it has.
+    value : "NaN", "infinite" or "not finite".
+    elements, size : how many of the elements of `tensor` are not finite, and how many it has; 0: it
+        is not known, and neither is the order of backward.
     finite_above : the parameter whose gradient was computed before, and is finite; "": none.
     others : the names of further parameters, on any rank.
     skipped : whether the step is skipped, on all ranks.
@@ -156,9 +157,10 @@ class NonFinite:
     def __str__(self) -> str:
         text = (
             f"gradient of {self.tensor} is {self.value} on rank {self.ranks[0]} ({self.hosts[0]}) "
-            f"at step {self.step}: {self.elements} of {self.size} elements; the first in order of "
-            "backward"
+            f"at step {self.step}"
         )
+        if self.size:
+            text += f": {self.elements} of {self.size} elements; the first in order of backward"
         if self.finite_above:
             text += f"; finite above it: {self.finite_above}"
         if self.others:
@@ -211,8 +213,14 @@ def measure(finding: Finding, kind: str, most: Bytes, odd: Bytes) -> bool:
     return flips == 1
 
 
-def causes(finding: Finding, replaced: Mapping[str, Sequence[int]], one_bit: bool) -> list[str]:
-    """Return what the difference is likely to come from, the likeliest first."""
+def causes(
+    finding: Finding, replaced: Mapping[str, Sequence[int]], remedy: str, one_bit: bool
+) -> list[str]:
+    """Return what the difference is likely to come from, the likeliest first.
+
+    `replaced`: the parameters that an optimizer does not train, with ranks. `remedy` sends the
+    state of one rank to all.
+    """
     found, by_kind = [], {of: [d for d in finding.differences if d.of == of] for of in ORDER}
     for name, ranks in replaced.items():
         found.append(
@@ -228,7 +236,7 @@ def causes(finding: Finding, replaced: Mapping[str, Sequence[int]], one_bit: boo
         else:
             found.append(
                 f"ranks have different settings: {each.name}; set it to the same on all ranks, "
-                "or send the optimizer's with hvd.broadcast_optimizer_state"
+                f"or call {remedy}"
             )
     if found:
         return found
@@ -254,14 +262,11 @@ def causes(finding: Finding, replaced: Mapping[str, Sequence[int]], one_bit: boo
             "have its own"
         ]
     if not parameters:
-        return [
-            "the optimizer's state was loaded or made on some ranks only: "
-            "hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
-        ]
+        return [f"the optimizer's state was loaded or made on some ranks only: call {remedy}"]
     if finding.last_equal is None:
         return [
-            "the first values were not sent to all ranks: hvd.broadcast_parameters("
-            "model.state_dict(), root_rank=0)", "layers made after that with a seed of each rank",
+            f"the first values were not sent to all ranks: call {remedy}",
+            "layers made after that with a seed of each rank",
         ]  # fmt: skip
     if len(parameters) > 1:
         return [

@@ -46,7 +46,9 @@ def _tell(notes: Sequence[Note], scale: float | None) -> tuple[float | None, lis
 
 
 class Source(Protocol):
-    """The tensors of a framework."""
+    """The tensors of a framework. `remedy` sends the state of one rank to all others."""
+
+    remedy: str
 
     def begin(self) -> None:
         """Hear that ranks start to count steps: from 0."""
@@ -83,7 +85,7 @@ class Watch:
         self.findings: list[Finding | NonFinite] = []
         self.last_equal: int | None = None
         self._name = f"guard.{name}"
-        self._source, self._process_set = source, process_set
+        self.source, self._process_set = source, process_set
         self._era = -1  # the count of reductions begins with it
         self._first = 0  # the number of reductions when it began
         self._before = 0  # steps of earlier eras
@@ -119,7 +121,7 @@ class Watch:
             self._era, self._first, self._handle = state.process.era, reductions, 0
             self._flags, self._sent = 0, []
             self._before = self._counts["steps"]
-            self._source.begin()
+            self.source.begin()
         count = reductions - self._first
         every = self.options.every
         self._counts["steps"] = self._before + count
@@ -144,11 +146,11 @@ class Watch:
         if self._alone:
             return
         began = time.perf_counter()
-        items = sorted(self._source.items(), key=lambda each: each.name)
+        items = sorted(self.source.items(), key=lambda each: each.name)
         self._items = [each for each in items if not self.options.ignores(each.name)]
         self._compared = len(self._items)
         self._ignored = [each.name for each in items if self.options.ignores(each.name)]
-        self._replaced = self._source.replaced()
+        self._replaced = self.source.replaced()
         self._handle = comparison.start(
             self._name, self._items, step, len(self._replaced), self._process_set
         )
@@ -186,13 +188,11 @@ class Watch:
         """Tell the others whether this rank has noted a gradient. Does not block."""
         if self.options.on_nonfinite is None or self._flags:
             return
-        self._source.settle()
+        self.source.settle()
         self._sent, self._notes = self._notes, []
         if self._alone:
-            if self._sent:
-                self._act_on_notes({hvd.rank(): _tell(self._sent, self._source.scale())})
-            else:
-                self._end_row()
+            mine = {hvd.rank(): _tell(self._sent, self.source.scale())} if self._sent else {}
+            self.act_on_notes(0, mine)
             return
         self._flags = hvd.allreduce_async(
             np.array([len(self._sent)]), name=f"{self._name}.finite", op=arguments.Max,
@@ -203,14 +203,24 @@ class Watch:
         most = int(handles.wait(self._flags)[0])
         self._flags = 0
         sent, self._sent = self._sent, []
-        if most <= 0:
-            self._end_row()
-            return
-        told = comparison.gather(self._name, _tell(sent, self._source.scale()), self._process_set)
-        self._act_on_notes(told)
+        told: dict[int, Any] = {}
+        if most > 0:
+            mine = _tell(sent, self.source.scale())
+            told = comparison.gather(self._name, mine, self._process_set)
+        self.act_on_notes(0, told)
 
-    def _act_on_notes(self, told: Mapping[int, tuple[float | None, list[Any]]]) -> None:
-        """Do what the options say, on all ranks. `told`: what `_tell` returns on each rank."""
+    def act_on_notes(
+        self, steps: int, told: Mapping[int, tuple[float | None, Sequence[Any]]]
+    ) -> None:
+        """Do what the options say, on all ranks, after so many steps before this one.
+
+        `told` has the scale and the notes of ranks; if it has none, all gradients were finite.
+        """
+        self._counts["steps"] = max(steps, self._counts["steps"])
+        if not told:
+            self._in_a_row = 0
+            self._reported.pop("nonfinite", None)
+            return
         scales = [scale for scale, _ in told.values() if scale is not None]
         if scales and max(scales) > 1:  # an overflow, after which GradScaler lowers its scale
             self._counts["overflows"] += 1
@@ -239,11 +249,6 @@ class Watch:
         self._skips = skip and not scales  # else GradScaler skips it
         self._counts["skipped"] += skip
 
-    def _end_row(self) -> None:
-        """Note a step whose gradients are finite on all ranks."""
-        self._in_a_row = 0
-        self._reported.pop("nonfinite", None)
-
     def take_skip(self) -> bool:
         """Return whether the present step is to be skipped, once."""
         skips, self._skips = self._skips, False
@@ -263,7 +268,7 @@ class Watch:
             if at and not is_number:
                 continue
             roots = [group[0] for group in each.groups[: _VALUES if is_number else 2]]
-            mine, kind = self._source.read(each.name), by_name[each.name].kind
+            mine, kind = self.source.read(each.name), by_name[each.name].kind
             raw = comparison.exchange(self._name, mine, roots, self._process_set)
             if is_number:
                 each.values = [
@@ -294,7 +299,7 @@ class Watch:
         prefix = f"{finding.tensor}: "
         state_of = [each.name for each in items if each.name.startswith(prefix)]
         finding.equal_state = [each.removeprefix(prefix) for each in state_of if each not in odd]
-        finding.causes = findings.causes(finding, replaced, one_bit)
+        finding.causes = findings.causes(finding, replaced, self.source.remedy, one_bit)
 
     def _names_replaced(self, counts: Mapping[int, int]) -> dict[str, list[int]]:
         """Return the ranks that have replaced each parameter."""
@@ -345,7 +350,7 @@ class Watch:
 
     def _repair(self, finding: Finding) -> None:
         """Give all ranks the values of the majority, if everything that differs has one."""
-        known = {each.name for each in self._source.items()}
+        known = {each.name for each in self.source.items()}
         wrong = [each for each in finding.differences if len(each.groups) > 1]
         if len(wrong) < len(finding.differences) or any(
             not each.majority or each.name not in known for each in wrong
@@ -353,10 +358,10 @@ class Watch:
             finding.repaired = False
             return
         for each in wrong:
-            mine = self._source.read(each.name)
+            mine = self.source.read(each.name)
             (right,) = comparison.exchange(self._name, mine, [each.majority[0]], self._process_set)
             if hvd.rank() not in each.majority:
-                self._source.write(each.name, right)
+                self.source.write(each.name, right)
         finding.repaired = True
         self.last_equal = finding.step
 
@@ -379,7 +384,7 @@ class Watch:
 
     def report(self) -> dict[str, Any]:
         """Return what was done and found until now, as plain data. Does not block."""
-        excluded = {reason: list(names) for reason, names in self._source.excluded().items()}
+        excluded = {reason: list(names) for reason, names in self.source.excluded().items()}
         if self._ignored:
             excluded["ignore"] = self._ignored
         return {

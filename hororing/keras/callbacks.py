@@ -12,6 +12,7 @@ from hororing._adapters import fit_callbacks
 from hororing._engine.state import size
 from hororing.keras.backends import backend
 from hororing.keras.distributed import WRONG_ORDER, Distributed
+from hororing.keras.guard import GuardCallback
 from hororing.keras.values import broadcast_variables
 
 
@@ -109,6 +110,7 @@ class BestModelCheckpoint(fit_callbacks.BestModel, keras.callbacks.ModelCheckpoi
 __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
+    "GuardCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",

@@ -35,6 +35,7 @@ from hororing._requests.arguments import (
 from hororing._requests.process_sets import global_process_set
 from hororing.elastic.variables import Stepper
 from hororing.keras.backends import Accumulator, backend
+from hororing.keras.flags import Flags, both, is_maximum
 
 Update = Callable[[list[Any], Any], Any]  # of gradients and their weight, or None
 
@@ -52,6 +53,7 @@ class _State:
         self.places: list[int] = []  # of the variables whose gradients it adds up
         self.stepper: Stepper | None = None
         self.check: ReplicaCheck | None = None
+        self.flags: Flags | None = None
         self.weight: Any = None  # a function or a variable; None: all ranks count the same
 
 
@@ -183,7 +185,10 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
 
         def update(totals: list[Any], weight: Any) -> None:
             if self._settings.op != Adasum or not self._settings.reduces:
+                looks = self._hororing.flags
+                finite = None if looks is None else looks.look(self, totals, variables)
                 due, reduced = self._weighted(totals, variables, weight)
+                due = both(due, finite)
 
                 def step() -> None:
                     if self.stepper is None:
@@ -297,7 +302,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
 
     def _make_accumulator(self, variables: Any) -> None:
         if self._settings.passes > 1 and self._hororing.accumulator is None:
-            maxima = [_is_maximum(variable) for variable in variables]
+            maxima = [is_maximum(variable) for variable in variables]
             self._hororing.accumulator = backend().accumulator(variables, maxima, self._settings)
 
     def _every_nth(
@@ -351,7 +356,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         results = self._reduced_maxima(grads, variables, settings)
         weights = []
         for at, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
-            if grad is None or _is_maximum(variable):
+            if grad is None or is_maximum(variable):
                 continue
             if self._var_key(variable) not in local:
                 weights.append(at)
@@ -371,7 +376,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         maxima = [
             at
             for at, (grad, variable) in enumerate(zip(grads, variables, strict=True))
-            if grad is not None and _is_maximum(variable)
+            if grad is not None and is_maximum(variable)
         ]
         self._reduce_at(maxima, results, variables, settings.for_maxima(Max))
         return results
@@ -392,7 +397,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
     def _combined_variables(self, variables: Sequence[Any]) -> list[Any]:
         """Return the variables whose changes op=Adasum combines."""
         local = self._local_keys()
-        return [v for v in variables if not _is_maximum(v) and self._var_key(v) not in local]
+        return [v for v in variables if not is_maximum(v) and self._var_key(v) not in local]
 
     def _combine_changes(
         self, before: Sequence[Any], after: Sequence[Any], variables: Sequence[Any]
@@ -440,10 +445,6 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
                 raise ValueError(f"a variable of groups[{number}] occurs in groups twice")
             result.append([place_of[key] for key in keys if key in place_of])
         return [part for part in result if part]
-
-
-def _is_maximum(variable: Any) -> bool:
-    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 WRONG_ORDER = (

@@ -22,6 +22,11 @@ _STEPS: Final = "steps taken"
 class Tensors:
     """The tensors of a model and an optimizer: a `hororing.guard.watch.Source`."""
 
+    remedy = (
+        "hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
+        "hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
+    )
+
     def __init__(self, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
         self._model: Callable[[], torch.nn.Module | None] = (
             (lambda: None) if model is None else weakref.ref(model)

@@ -16,9 +16,12 @@ if __name__ == "cases":  # on the ranks
     os.environ["JAX_ENABLE_X64"] = "1"
     sys.modules["tensorflow"] = None  # if it is installed, Keras imports it, which is slow
     from keras_cases import *  # noqa: F403
+    from keras_guard_cases import *  # noqa: F403
     from keras_hierarchical_cases import *  # noqa: F403
 
-CASES = mpirun.cases_in("keras_cases.py", "keras_hierarchical_cases.py", __file__)
+CASES = mpirun.cases_in(
+    "keras_cases.py", "keras_guard_cases.py", "keras_hierarchical_cases.py", __file__
+)
 
 
 @tiers.full
