@@ -109,7 +109,7 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
             "sets the time; 0: such ranks wait on)",
         deadlocked.front()->missing.front());
   } else if (!to_warn.empty()) {
-    finding.warning = "waiting for up to " + Seconds(longest) + ": " + Describe(to_warn) +
+    finding.warning = "waited up to " + Seconds(longest) + " for " + Describe(to_warn) +
                       ". A rank may have taken another branch, have fewer batches, or be busy.";
     std::set<int> missing;
     for (const Waiting* request : to_warn) {
@@ -135,11 +135,11 @@ std::string StallInspector::StatusText(const std::map<int, std::string>& expecte
     const auto found = said.find(rank);
     if (expected.size() - left == kMaxAsked) break;
     --left;
-    text += "\nrank " + std::to_string(rank) + " on host " + host_of(rank) +
-            ", which is to submit " + title + " next, ";
+    text += "\nrank " + std::to_string(rank) + " on host " + host_of(rank) + " has yet to submit " +
+            title;
     text += found != said.end()
-                ? "says: " + found->second
-                : "does not answer: its process is stopped, its host is unreachable, or it "
+                ? ": " + found->second
+                : " and does not answer: its process is stopped, its host is unreachable, or it "
                   "is in another batch";
   }
   if (left > 0) text += "\n" + std::to_string(left) + " more ranks are missing";

@@ -125,15 +125,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hororun",
         usage="hororun [flags] program [arguments]",
-        description="Start a program on several ranks, and stay until all have ended.",
+        description="Run a program on several ranks and wait for all of them.",
         epilog="The exit code is that of the first rank that fails: 128 + N for signal N.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("-np", "--num-proc", "--num-instances", type=_positive, metavar="N", help="ranks")
     add("-H", "--hosts", "--host", metavar="HOSTS", help="hosts with their slots: a:4,pod[0-3]:8")
-    add("-hostfile", "--hostfile", metavar="FILE", help="the same, a line 'name slots=8' each")
-    add("--nnodes", type=_positive, metavar="N", help="use so many of the hosts")
+    add("-hostfile", "--hostfile", metavar="FILE", help="like -H, a line 'name slots=8' for each")
+    add("--nnodes", type=_positive, metavar="N", help="use only N hosts")
     add(
         "--nproc-per-node",
         metavar="N",
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         help="also write what ranks print to DIR/rank.N/stdout and DIR/rank.N/stderr, and show "
         "only what rank 0 prints")  # fmt: skip
     add("--tag-output", action=argparse.BooleanOptionalAction, default=None,
-        help="lines begin with their rank; as it comes: if there are several")  # fmt: skip
+        help="lines begin with their rank; default: if there are several ranks")  # fmt: skip
     add("--only-output-from", metavar="0,4-6",
         help="standard output of these ranks only; errors are always shown")  # fmt: skip
     add("--start-timeout", type=_seconds, metavar="S",
@@ -164,8 +164,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CMD",
         help="instead of ssh: CMD HOST COMMAND runs it there",
     )
-    add("-p", "--ssh-port", type=_positive, metavar="PORT", help="of ssh")
-    add("-i", "--ssh-identity-file", metavar="FILE", help="of ssh")
+    add("-p", "--ssh-port", type=_positive, metavar="PORT", help="ssh port")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="ssh key")
     beside_module.add_arguments(parser)
     elastic_module.add_arguments(parser, _positive, _seconds)
     add("--mpi", action="store_true", help="print the mpirun line for this, and run it")

@@ -115,7 +115,7 @@ class Diagnosis:
             f"{self.lost_s:.3f} s ({self.lost_s / max(self.seconds, 1e-9):.0%}) lost to late ranks"
         )
         table = [
-            ("rank", "host", "late in", "behind by", "others waited", "it waited", ""),
+            ("rank", "host", "late steps", "mean delay", "made others wait", "waited itself", ""),
             *(
                 (
                     str(rank.rank),

@@ -399,10 +399,9 @@ TEST(a_warning_tells_what_missing_ranks_say) {
   for (int rank = 0; rank < 6; ++rank) expected[rank] = "allreduce 'x'";
   const std::string text = StallInspector::StatusText(
       expected, {{0, "pid 1"}, {2, "pid 3"}}, [](int rank) { return rank == 0 ? "a" : "b"; });
-  CHECK(Contains(text, "\nrank 0 on host a, which is to submit allreduce 'x' next, says: pid 1\n"));
-  CHECK(
-      Contains(text, "\nrank 1 on host b, which is to submit allreduce 'x' next, does not answer"));
-  CHECK(Contains(text, "says: pid 3\n"));
+  CHECK(Contains(text, "\nrank 0 on host a has yet to submit allreduce 'x': pid 1\n"));
+  CHECK(Contains(text, "\nrank 1 on host b has yet to submit allreduce 'x' and does not answer"));
+  CHECK(Contains(text, ": pid 3\n"));
   CHECK(Contains(text, "\n2 more ranks are missing"));
 }
 

@@ -342,7 +342,7 @@ def test_the_stall_inspector_names_the_missing_but_not_who_has_joined():
     quick = {"HORORING_STALL_WARNING_S": "0.2", "HORORING_STALL_SHUTDOWN_S": "0"}
     job = mpirun.run(__file__, 3, "wait_long", environment=quick)
     assert job.returncode == 0, job.report()
-    lines = [line for line in job.outputs[0].splitlines() if "stall: waiting" in line]
+    lines = [line for line in job.outputs[0].splitlines() if "stall: waited" in line]
     warnings = [line for line in lines if "who is there" not in line]  # before rank 1 has joined
     assert warnings, job.report()
     for line in warnings:

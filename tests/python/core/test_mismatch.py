@@ -264,7 +264,7 @@ def test_a_rank_that_never_submits_is_named_and_fails_all(
             assert "stalled for more than 1 s" in text
             # The other request may be slightly younger than the limit.
             assert "allreduce 'forgotten'" in text
-    warnings = [line for line in job.outputs[0].splitlines() if "waiting for up to" in line]
+    warnings = [line for line in job.outputs[0].splitlines() if "waited up to" in line]
     assert all("WARNING" in line and "[rank 0]" in line for line in warnings)
     assert any("allreduce 'forgotten'" in line and re.search(wanted, line) for line in warnings), (
         job.report()

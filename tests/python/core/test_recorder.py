@@ -49,8 +49,8 @@ def test_a_rank_that_others_wait_for_is_asked_what_it_is_doing(
         # The warning.
         assert poll(lambda: "compute_instead" in job.printed(0)), job.report()
         warning = job.printed(0)
-        assert "stall: waiting for up to 1 s: allreduce 'loss': submitted by ranks 0,2" in warning
-        said = f"which is to submit allreduce 'loss' next, says: pid {pid}; its last event: done "
+        assert "stall: waited up to 1 s for allreduce 'loss': submitted by ranks 0,2" in warning
+        said = f"has yet to submit allreduce 'loss': pid {pid}; its last event: done "
         assert "\nrank 1 on host " in warning
         assert f"{said}allreduce 'before', " in warning
         assert f'File "{RANKS}", line ' in warning
