@@ -1,7 +1,7 @@
 """Extension of Griffe for `make docs-site`: docstrings as they read best on a page.
 
 Examples become code, which Griffe does only in a section "Examples"; pages that are named become
-links; the default of `op` gets its name.
+links; defaults get the names that scripts use.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import griffe
 
 EXAMPLE = re.compile(r"^>>> .*(?:\n.*\S.*)*", re.MULTILINE)  # up to an empty line
 PAGE = re.compile(r"\bdocs/(\w+)\.md(#[\w-]+)?")
+NAMES = {"ProcessSet(process_set_id=0": "global_process_set", "NoneCompressor": "Compression.none"}
 OPERATIONS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")  # by number
 
 
@@ -33,5 +34,8 @@ class Examples(griffe.Extension):
                 if each.name == "op" and re.fullmatch(r"\d|<\w+\.\w+: \d>", str(each.default)):
                     number = re.findall(r"\d", str(each.default))[0]
                     each.default = OPERATIONS[int(number)]
+                for begin, name in NAMES.items():
+                    if str(each.default).startswith(begin):
+                        each.default = name
             if str(obj.returns) == "Any":
                 obj.returns = None

@@ -57,8 +57,8 @@ GROUPS = {
     "Which libraries there are": (r"\w+_(built|enabled|supported)",),
     "More": (r"(?!.*Error$|.*Exception$)\w+",),  # api/errors.md has the errors
 }
-# A framework's own module on its page, with its options.
-BLOCK = re.compile(r"^::: (hororing\.\w+)\n(    options: (?!.*heading_level).*)$", re.MULTILINE)
+# A framework's own module on its page.
+BLOCK = re.compile(r"^::: (hororing\.\w+)\n    options: (?!.*heading_level).*$", re.MULTILINE)
 CONSTANTS = {"Adasum", "Average", "Max", "Min", "Product", "Sum"}
 
 _pages: dict[str, str] = {"README.md": "index.md"}  # file of the repository: page of the site
@@ -104,7 +104,8 @@ def _by_task(match: re.Match[str]) -> str:
         for name in module.__all__
         if name not in CONSTANTS and not hasattr(getattr(module, name), "__path__")
     ]
-    blocks, shown = [], set[str]()
+    options = "    options: {heading_level: 3, show_root_full_path: false}"
+    blocks, shown = list[str](), set[str]()
     for heading, patterns in GROUPS.items():
         found = [
             name
@@ -113,8 +114,8 @@ def _by_task(match: re.Match[str]) -> str:
             if re.fullmatch(pattern, name) and name not in shown and not shown.add(name)
         ]
         if found:
-            options = match[2].replace("{", f"{{members: [{', '.join(found)}], heading_level: 3, ")
-            blocks.append(f"## {heading}\n\n::: {match[1]}\n{options}\n")
+            blocks.append(f"## {heading}\n")
+            blocks += [f"::: {match[1]}.{name}\n{options}\n" for name in found]
     return "\n".join(blocks)
 
 

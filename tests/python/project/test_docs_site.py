@@ -17,6 +17,8 @@ from tiers import full
 
 ROOT = Path(__file__).parents[3]
 
+pytestmark = pytest.mark.timeout(700)  # the site needs two minutes on a busy machine
+
 # What readers type, and the page that must come first.
 QUESTIONS = {
     "gradient clipping": "pytorch.html#gradient-clipping",
