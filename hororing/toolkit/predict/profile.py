@@ -48,11 +48,15 @@ class Profile:
 
     Attributes
     ----------
-    hosts : by rank.
-    phases : of a step.
-    step_s : seconds of each step, from end to end, (steps,).
-    batches : bytes and seconds of each allreduce, (batches, 2); from the time at which the last
-        rank takes part.
+    hosts : list of str
+        By rank.
+    phases : list of Phase
+        Of a step.
+    step_s : array
+        Seconds of each step, from end to end, (steps,).
+    batches : array
+        Bytes and seconds of each allreduce, (batches, 2); from the time at which the last rank
+        takes part.
     """
 
     hosts: list[str]

@@ -29,11 +29,16 @@ class Variant:
 
     Attributes
     ----------
-    compute : factor of the time of computing.
-    nbytes : factor of the bytes that are sent; 0.25: int8 instead of float32.
-    period : averages of weights after so many steps, instead of gradients in each.
-    grouped : gradients form the groups that finish first (docs/scheduling.md).
-    even : every rank takes the median time.
+    compute : float
+        Factor of the time of computing.
+    nbytes : float
+        Factor of the bytes that are sent; 0.25: int8 instead of float32.
+    period : int
+        Averages of weights after so many steps, instead of gradients in each.
+    grouped : bool
+        Gradients form the groups that finish first (docs/scheduling.md).
+    even : bool
+        Every rank takes the median time.
     """
 
     compute: float = 1.0
@@ -106,7 +111,8 @@ def step_times(
 
     Parameters
     ----------
-    cost : seconds for an allreduce of so many bytes; default: that of the network.
+    cost : callable, optional
+        Seconds for an allreduce of so many bytes; default: that of the network.
     """
     variant = variant or Variant()
     random = np.random.default_rng(seed)

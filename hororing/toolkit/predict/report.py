@@ -58,10 +58,14 @@ class Prediction:
 
     Attributes
     ----------
-    recorded_s, replayed_s : the median step of the recording, and its replay.
-    points : by number of ranks.
-    limit : what ends the scaling, and where; "" if nothing does.
-    remedies : name -> gain of samples per second at the largest number of ranks: median, low, high.
+    recorded_s, replayed_s : float
+        The median step of the recording, and its replay.
+    points : list of Point
+        By number of ranks.
+    limit : str
+        What ends the scaling, and where; "" if nothing does.
+    remedies : dict
+        Name -> gain of samples per second at the largest number of ranks: median, low, high.
     """
 
     hosts: int
@@ -128,8 +132,10 @@ def network_of(
 
     Parameters
     ----------
-    bits_per_s : between hosts; None: as recorded: all on one host, or hosts of the same network.
-    ranks_per_host : None: as in the recording.
+    bits_per_s : float or None
+        Between hosts; None: as recorded: all on one host, or hosts of the same network.
+    ranks_per_host : int, optional
+        None: as in the recording.
     """
     first = profile.hosts.count(profile.hosts[0])
     per_host = ranks_per_host or first
@@ -179,10 +185,13 @@ def predict(
 
     Parameters
     ----------
-    ranks : numbers of ranks, ascending; on full hosts.
-    bits_per_s, latency_s : of the network between hosts; None: as recorded. If that was one host,
-        all ranks are on one, with a core for each.
-    ranks_per_host : default: as recorded.
+    ranks : sequence of int
+        Numbers of ranks, ascending; on full hosts.
+    bits_per_s, latency_s : float, optional
+        Of the network between hosts; None: as recorded. If that was one host, all ranks are on one,
+        with a core for each.
+    ranks_per_host : int, optional
+        Default: as recorded.
 
     Raises
     ------

@@ -49,10 +49,14 @@ class Collection:
 
     Attributes
     ----------
-    rows : one for each run.
-    params : the hyper-parameters that differ.
-    metrics : their names.
-    unreadable : path -> why, for files that are no records.
+    rows : list of Row
+        One for each run.
+    params : list of str
+        The hyper-parameters that differ.
+    metrics : list of str
+        Their names.
+    unreadable : dict
+        Path -> why, for files that are no records.
     """
 
     def __init__(self, rows: list[Row], maximize: Iterable[str] = ()) -> None:

@@ -18,8 +18,10 @@ def page(runs: Collection, metric: str | None = None, notes: bool = False) -> st
 
     Parameters
     ----------
-    metric : shown first; default: the first one.
-    notes : whether it can add notes, as `python -m hororing runs --serve` does.
+    metric : str, optional
+        Shown first; default: the first one.
+    notes : bool, optional
+        Whether it can add notes, as `python -m hororing runs --serve` does.
     """
     data = {
         "params": runs.params,

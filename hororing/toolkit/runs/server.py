@@ -25,8 +25,10 @@ def serve(page: Callable[[], str], note: Callable[[str, str], None], port: int) 
 
     Parameters
     ----------
-    note : adds a text to a run's record.
-    port : 0: any.
+    note : callable
+        Adds a text to a run's record.
+    port : int
+        0: any.
     """
     token = secrets.token_urlsafe(24)
 

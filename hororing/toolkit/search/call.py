@@ -30,10 +30,14 @@ class SearchResult(Found):
 
     Attributes
     ----------
-    trials : how each ended, in the order of their ends.
-    busy : the share of the time, from the first begin to the last end, in which ranks trained.
-    gap_s : the longest time of a rank between two trials, in seconds.
-    lost : ranks that hang in a trial: what needs all ranks would wait for them.
+    trials : list of Outcome
+        How each ended, in the order of their ends.
+    busy : float
+        The share of the time, from the first begin to the last end, in which ranks trained.
+    gap_s : float
+        The longest time of a rank between two trials, in seconds.
+    lost : list of int
+        Ranks that hang in a trial: what needs all ranks would wait for them.
     """
 
     trials: list[Outcome] = field(default_factory=list)
@@ -71,27 +75,39 @@ def search(
 
     Parameters
     ----------
-    space : name -> `Range` or a list of choices.
-    train : trains with `trial.params` on the ranks of `trial.process_set`, calls
-        ``trial.report(step, value)``, and returns the objective, or None: the latest report. The
-        set's first rank counts. With "pbt" it is called again for each part of a training, with
-        `trial.state` and `trial.first_step`; for the last time when no step is left.
-    trials : number of trials; with "pbt", of members of the population.
-    ranks_per_trial : divides the number of ranks.
-    scheduler : which trials stop early: "asha" (Optuna's successive halving, asynchronous),
-        "median", a pruner of Optuna, or None: none of them. "pbt": population-based training
+    space : mapping
+        Name -> `Range` or a list of choices.
+    train : callable
+        Trains with `trial.params` on the ranks of `trial.process_set`, calls ``trial.report(step,
+        value)``, and returns the objective, or None: the latest report. The set's first rank
+        counts. With "pbt" it is called again for each part of a training, with `trial.state` and
+        `trial.first_step`; for the last time when no step is left.
+    trials : int, optional
+        Number of trials; with "pbt", of members of the population.
+    ranks_per_trial : int, optional
+        Divides the number of ranks.
+    scheduler : str, BasePruner or None, optional
+        Which trials stop early: "asha" (Optuna's successive halving, asynchronous), "median", a
+        pruner of Optuna, or None: none of them. "pbt": population-based training
         (arXiv:1711.09846): after every `interval` reports of all members, the worst quarter takes
         over weights and values of the best quarter, with the values changed.
-    sampler : of Optuna; default: random. With the random one, the trials are the same however many
-        run side by side.
-    first : values to begin with, such as the present ones; part of `trials`.
-    seed : of the sampler, and of `trial.seed`.
-    interval : number of reports between two exchanges, for "pbt" only.
-    timeout_s : seconds without a sign of a trial after which it is given up.
-    storage : of Optuna: a URL such as ``sqlite:///search.db``, or an object, of which rank 0's
-        counts; default: in memory. An existing study of this `name` continues, with `trials` more;
-        not with "pbt".
-    folder : records of the trials, for ``python -m hororing runs``; None: none.
+    sampler : BaseSampler, optional
+        Of Optuna; default: random. With the random one, the trials are the same however many run
+        side by side.
+    first : sequence of mapping, optional
+        Values to begin with, such as the present ones; part of `trials`.
+    seed : int, optional
+        Of the sampler, and of `trial.seed`.
+    interval : int, optional
+        Number of reports between two exchanges, for "pbt" only.
+    timeout_s : float, optional
+        Seconds without a sign of a trial after which it is given up.
+    storage : str or BaseStorage, optional
+        Of Optuna: a URL such as ``sqlite:///search.db``, or an object, of which rank 0's counts;
+        default: in memory. An existing study of this `name` continues, with `trials` more; not with
+        "pbt".
+    folder : path, optional
+        Records of the trials, for ``python -m hororing runs``; None: none.
 
     Raises
     ------

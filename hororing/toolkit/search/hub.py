@@ -46,12 +46,16 @@ class Hub:
 
     Parameters
     ----------
-    connections : to all ranks, by rank.
-    sets : the ranks of each process set.
-    replaceable : whether the process sets can be removed: the global one cannot.
-    timeout_s : a trial is given up if none of its ranks' calls of `report` or its end came for so
-        long.
-    record : called for each outcome.
+    connections : list of Connection
+        To all ranks, by rank.
+    sets : list
+        The ranks of each process set.
+    replaceable : bool
+        Whether the process sets can be removed: the global one cannot.
+    timeout_s : float
+        A trial is given up if none of its ranks' calls of `report` or its end came for so long.
+    record : callable
+        Called for each outcome.
     """
 
     def __init__(

@@ -36,7 +36,8 @@ class Population:
 
     Parameters
     ----------
-    interval : number of reports in a generation.
+    interval : int
+        Number of reports in a generation.
     """
 
     def __init__(

@@ -29,12 +29,18 @@ class Trial:
 
     Attributes
     ----------
-    number : of the trial, from 0.
-    params : name -> value, the same on all ranks of the trial.
-    seed : of this trial: the same in each search with the same `seed`.
-    process_set : the ranks of the trial; pass it to `DistributedOptimizer` and to the verbs.
-    first_step : the step to begin with; above 0 where population-based training goes on.
-    state : what `report` got last, to go on from there; None: begin anew.
+    number : int
+        Of the trial, from 0.
+    params : dict
+        Name -> value, the same on all ranks of the trial.
+    seed : int
+        Of this trial: the same in each search with the same `seed`.
+    process_set : ProcessSet
+        The ranks of the trial; pass it to `DistributedOptimizer` and to the verbs.
+    first_step : int
+        The step to begin with; above 0 where population-based training goes on.
+    state : object
+        What `report` got last, to go on from there; None: begin anew.
     """
 
     def __init__(
@@ -57,10 +63,13 @@ class Trial:
 
         Parameters
         ----------
-        step : grows from report to report.
-        value : the objective so far. NaN and infinities end the trial as failed.
-        state : from which another process can go on after this step, such as
-            ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``. Needed with
+        step : int
+            Grows from report to report.
+        value : float
+            The objective so far. NaN and infinities end the trial as failed.
+        state : object, optional
+            From which another process can go on after this step, such as ``{"model":
+            model.state_dict(), "optimizer": optimizer.state_dict()}``. Needed with
             ``scheduler="pbt"``, which copies the first rank's; others leave it alone.
 
         Raises

@@ -55,10 +55,14 @@ class Worker:
 
     Parameters
     ----------
-    connection : to the hub.
-    sets : the process sets of the trials, registered on all ranks.
-    train : the user's function.
-    silence_s : how long the hub may be silent, in seconds.
+    connection : Connection
+        To the hub.
+    sets : list
+        The process sets of the trials, registered on all ranks.
+    train : callable
+        The user's function.
+    silence_s : float
+        How long the hub may be silent, in seconds.
     """
 
     def __init__(

@@ -18,7 +18,8 @@ class RunFile:
 
     Parameters
     ----------
-    path : of the file. It is opened, and its folder created, with the first line.
+    path : path
+        Of the file. It is opened, and its folder created, with the first line.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
