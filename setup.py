@@ -8,6 +8,7 @@ All else about the package is in pyproject.toml. Results:
     hororing/lib/libhororing_mpi_*.so  the MPI transport, one for each ABI of MPI that was found
     hororing/lib/mpi_folders.txt       where the library of an installed MPI is
     hororing/lib/libhororing_tensorflow.so   operations for TensorFlow's graphs
+    hororing/lib/libhororing_jax.so    custom calls for JAX's compiled programs
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class BuildCore(build_ext):
         cores = len(os.sched_getaffinity(0))
         make = [cmake, "--build", str(build), "--parallel", str(cores), "--target"]
         # Libraries only: tests and the test module are the Makefile's business.
-        libraries = ["hororing", "hororing_tensorflow", *layers(build)]
+        libraries = ["hororing", "hororing_tensorflow", "hororing_jax", *layers(build)]
         print("+", shlex.join([*make, *libraries]), flush=True)
         subprocess.run([*make, *libraries, "hororing_python"], check=True)
         return libraries

@@ -30,9 +30,10 @@ FOLDERS["engine"] = set(FOLDERS)
 FOLDERS["membership"] = {"base"}
 FOLDERS["capi"] = set(FOLDERS)
 FOLDERS["tensorflow"] = {"capi"}
+FOLDERS["jax"] = {"capi", "base"}
 FOLDERS["python"] = {"capi"}
-FRAMEWORKS = ("torch", "tensorflow", "keras")
-TOOLKIT = {("toolkit", framework) for framework in FRAMEWORKS}
+FRAMEWORKS = ("torch", "tensorflow", "keras", "jax")
+TOOLKIT = {("toolkit", framework) for framework in ("torch", "tensorflow", "keras")}
 # The toolkit may import the API of scripts, and the API for extensions.
 PUBLIC = {
     "hororing", "hororing.config", "hororing.errors", "hororing.extension", "hororing.numpy",
@@ -93,14 +94,14 @@ def test_pybind11_is_for_tests_only():
 
 
 def test_no_framework_header_and_no_python_in_the_core():
-    assert users(CORE, r"#include [<\"](torch|tensorflow/c|tsl|ATen|c10|numpy)") == set()
+    assert users(CORE, r"#include [<\"](torch|tensorflow/c|tsl|xla|ATen|c10|numpy)") == set()
     pythons = users(CORE, r"#include [<\"](Python|structmember)")
     assert {str(Path(file).parent) for file in pythons} == {"csrc/python"}
 
 
 def test_the_core_names_no_framework():
     named = users(CORE, rf"(?i)\b({'|'.join(FRAMEWORKS)})\b")
-    assert {str(Path(file).parent) for file in named} <= {"csrc/tensorflow"}
+    assert {str(Path(file).parent) for file in named} <= {"csrc/tensorflow", "csrc/jax"}
 
 
 def test_the_core_reads_no_environment():
@@ -129,6 +130,7 @@ def test_threads_are_the_engines():
         "csrc/membership/membership.cc",
         "csrc/membership/membership.h",  # sends beats to the store of an elastic job
         "csrc/tensorflow/wait.cc",  # calls TensorFlow back
+        "csrc/jax/completion.cc",  # calls XLA back
     }
 
 
@@ -149,7 +151,7 @@ def test_adapters_know_neither_each_other_nor_the_core():
         files = [f for f in PACKAGE if f.relative_to(ROOT / "hororing").parts[0] == framework]
         assert users(files, r"hororing\._core") == set()
         files = [f for f in files if f.relative_to(ROOT / "hororing").parts[:2] not in BETWEEN]
-        others = "|".join({*FRAMEWORKS, "jax"} - {framework})
+        others = "|".join({*FRAMEWORKS} - {framework})
         assert users(files, rf"^\s*(from|import) hororing\.({others})\b") == set()
         if framework == "tensorflow":  # its layers are Keras layers
             others = others.replace("keras", "torch")
@@ -189,7 +191,7 @@ def test_modules_do_not_import_one_another_in_a_circle():
 # From the lowest floor up; a module may import its own floor's entry and those of lower floors.
 FLOORS = (
     "errors torch_backend", "config", "_job", "_engine", "_requests", "_api", "numpy", "elastic",
-    "_adapters", "extension", "guard", "torch hororun", "keras ray spark", "tensorflow",
+    "_adapters", "extension", "guard", "torch jax hororun", "keras ray spark", "tensorflow",
     "toolkit as_horovod testing watch", "__main__",
 )  # fmt: skip
 LEVEL = {entry: level for level, entries in enumerate(FLOORS) for entry in entries.split()}

@@ -249,13 +249,59 @@ class Function(TensorFlow):
         return (*kinds, self.tf.errors.OpError)
 
 
+class Jax(Player):
+    """Eager; tests/python/jax compares compiled functions with it. Needs JAX_ENABLE_X64."""
+
+    name = "jax"
+    module = "hororing.jax"
+    asynchronous = False
+    differentiable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jax = importlib.import_module("jax")
+
+    def tensor(self, array: Array) -> Any:
+        return self.jax.numpy.array(array)  # a copy
+
+    def array(self, tensor: Any) -> Array:
+        assert isinstance(tensor, self.jax.Array), type(tensor)
+        return np.asarray(tensor)
+
+    def not_tensors(self) -> Iterator[tuple[Any, type[Exception], str]]:
+        for other in ("text", np.array(["text"])):  # None is an empty pytree
+            yield other, (TypeError, ValueError), ""
+        yield self.ones(2).astype("int4"), ValueError, "array.astype(jnp.int8)"
+        yield self.jax.random.key(0), ValueError, "jax.random.key_data"
+
+    def derivative(self, body: Body, above: Any, leaves: Sequence[Any]) -> list[Any]:
+        jnp = self.jax.numpy
+        smooth = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+
+        def of_floats(floats: list[Any]) -> list[Any]:
+            left = iter(floats)
+            given = [
+                next(left) if each else leaf for each, leaf in zip(smooth, leaves, strict=True)
+            ]
+            results = _list(body(*given))
+            return [each for each in results if jnp.issubdtype(each.dtype, jnp.inexact)]
+
+        floats = [leaf for each, leaf in zip(smooth, leaves, strict=True) if each]
+        results, pull_back = self.jax.vjp(of_floats, floats)
+        seeds = above if isinstance(above, list) else [above] * len(results)
+        (found,) = pull_back([jnp.zeros_like(r) + jnp.asarray(s, r.dtype)
+                              for r, s in zip(results, seeds, strict=True)])  # fmt: skip
+        left = iter(found)
+        return [next(left) if each else None for each in smooth]
+
+
 def _mapped(function: Callable[[Any], Any], results: Any) -> Any:
     if isinstance(results, (list, tuple)):
         return [_mapped(function, result) for result in results]
     return function(results)
 
 
-PLAYERS = {player.name: player for player in (Player, Torch, TensorFlow, Function)}
+PLAYERS = {player.name: player for player in (Player, Torch, TensorFlow, Function, Jax)}
 
 
 @functools.cache

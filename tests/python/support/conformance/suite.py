@@ -15,7 +15,7 @@ from conformance import gradients, refusals, results
 from conformance.players import PLAYERS, Player, player_of
 
 # Collectives in a random schedule. NumPy makes 10,000 over all sizes.
-CALLS = {"numpy": 840, "torch": 150, "tensorflow": 100, "function": 25}
+CALLS = {"numpy": 840, "torch": 150, "tensorflow": 100, "function": 25, "jax": 40}
 SCHEDULES = 3
 
 

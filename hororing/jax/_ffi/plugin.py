@@ -1,0 +1,51 @@
+"""Registers, on import, the custom calls of csrc/jax with XLA."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+
+from hororing._engine import state
+
+LIBRARY: Final = Path(__file__).parents[2] / "lib" / "libhororing_jax.so"
+TARGET: Final = "hororing_request"
+_OLDEST: Final = (0, 5)
+
+
+def load(library: Path, target: str) -> Any:
+    """Register the handlers of `library` with XLA as `target`, and return the library.
+
+    Raises
+    ------
+    ImportError : this JAX cannot use them.
+    """
+    if jax.__version_info__ < _OLDEST:
+        raise _refused(library, "it is too old")
+    try:
+        loaded = ctypes.CDLL(str(library))
+        execute, instantiate = loaded.hororing_jax_execute, loaded.hororing_jax_instantiate
+        handlers = {
+            "execute": jax.ffi.pycapsule(execute),
+            "instantiate": jax.ffi.pycapsule(instantiate),
+        }
+        jax.ffi.register_ffi_target(target, handlers, platform="cpu")
+    except Exception as error:  # XLA refuses the version of the interface, or the file is missing
+        raise _refused(library, str(error)) from None
+    return loaded
+
+
+def _refused(library: Path, reason: str) -> ImportError:
+    return ImportError(
+        f"hororing.jax cannot be used: JAX {jax.__version__} does not load hororing's custom calls "
+        f"from {library} ({reason}). Use JAX 0.5 or later, and install hororing again in this "
+        "environment where the file is missing or was built on another system",
+        name="hororing.jax",
+        path=str(library),
+    )
+
+
+_library: Final = load(LIBRARY, TARGET)
+state.at_shutdown(_library.hororing_jax_end_threads)

@@ -1,0 +1,153 @@
+"""Reduces the gradients of a step: a pytree, in a few requests that begin as soon as they can."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+
+from hororing._adapters.optimizer_options import Reduction, checked_reduction
+from hororing._requests.arguments import Average
+from hororing._requests.compression import Compressor, NoneCompressor
+from hororing._requests.handles import ALLREDUCE
+from hororing._requests.process_sets import ProcessSet, global_process_set
+from hororing.jax._ffi import arrays
+from hororing.jax._ffi.call import Call
+from hororing.jax.verbs import reduce_leaves
+
+# Gradients are reduced in groups of about so many bytes: small layers together, and large ones
+# while the rest is still being computed. PyTorch's DistributedDataParallel has 25 MiB.
+_GROUP_BYTES: Final = 8 << 20
+
+
+def reduce_gradients(gradients: Any, prefix: str, settings: Reduction, weight: Any = None) -> Any:
+    """Return the reduced gradients, a pytree. Names consist of `prefix` and the path of a leaf."""
+    if not settings.reduces:
+        return gradients
+    paths, structure = jax.tree_util.tree_flatten_with_path(gradients)
+    leaves = [arrays.checked(leaf, prefix) for _, leaf in paths]
+    names = [f"{prefix}{jax.tree_util.keystr(path)}" for path, _ in paths]
+    results = list(leaves)
+    for group in _groups(leaves, settings.groups, prefix):
+        more = f"+{len(group) - 1}" if len(group) > 1 else ""
+        call = Call(
+            ALLREDUCE, "allreduce", names[group[0]] + more, prefix, settings.process_set,
+            op=settings.op,
+        )  # fmt: skip
+        reduced = reduce_leaves(
+            call, [leaves[at] for at in group], settings.compression, settings.factors, weight
+        )
+        for at, result in zip(group, reduced, strict=True):
+            results[at] = result
+    return jax.tree_util.tree_unflatten(structure, results)
+
+
+def _groups(leaves: Sequence[Any], wanted: Any, what: str) -> list[list[int]]:
+    """Return places of leaves that are reduced together."""
+    count = len(leaves)
+    if not isinstance(wanted, int):
+        raise NotImplementedError(
+            f"{what}: groups must be a number here: arrays of JAX have no identity by which lists "
+            "could name them"
+        )
+    if wanted:
+        parts = min(wanted, count)
+        return [list(range(count * at // parts, count * (at + 1) // parts)) for at in range(parts)]
+    groups: list[list[int]] = []
+    room = 0
+    for at in reversed(range(count)):  # the last layers have their gradients first
+        if not groups or leaves[at].nbytes > room:
+            groups.append([])
+            room = _GROUP_BYTES
+        groups[-1].append(at)
+        room -= leaves[at].nbytes
+    return groups
+
+
+def DistributedGrad(
+    function: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    name: str | None = None,
+    op: int = Average,
+    compression: type[Compressor] = NoneCompressor,
+    gradient_predivide_factor: float = 1.0,
+    groups: int | None = None,
+    process_set: ProcessSet = global_process_set,
+    weight: Any = None,
+) -> Callable[..., Any]:
+    """Like `jax.grad`, with gradients that are reduced over the ranks.
+
+    Parameters
+    ----------
+    function, argnums, has_aux
+        As for `jax.grad`.
+    name : str, optional
+        Prefix of the names of the requests; the name of `function` when omitted.
+    op, compression, gradient_predivide_factor, groups, process_set
+        As for `DistributedOptimizer`.
+    weight : float, or a jax.Array with one element, optional
+        This rank's weight in an average, such as its number of samples; see `allreduce`.
+
+    Returns
+    -------
+    callable
+        Returns the gradients, and the auxiliary value of this rank.
+
+    Examples
+    --------
+    >>> hvd.DistributedGrad(lambda x: (x**2).sum())(jnp.ones(3)).tolist()
+    [2.0, 2.0, 2.0]
+    """
+    both = value_and_grad(
+        function, argnums, has_aux, name=name, op=op, compression=compression,
+        gradient_predivide_factor=gradient_predivide_factor, groups=groups,
+        process_set=process_set, weight=weight,
+    )  # fmt: skip
+
+    @functools.wraps(function)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = both(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return gradient
+
+
+def value_and_grad(
+    function: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    name: str | None = None,
+    op: int = Average,
+    compression: type[Compressor] = NoneCompressor,
+    gradient_predivide_factor: float = 1.0,
+    groups: int | None = None,
+    process_set: ProcessSet = global_process_set,
+    weight: Any = None,
+) -> Callable[..., Any]:
+    """Like `jax.value_and_grad`, with gradients that are reduced over the ranks.
+
+    The value is that of this rank; see `metric_average`. Arguments as for `DistributedGrad`.
+
+    >>> loss, gradients = hvd.value_and_grad(lambda x: (x**2).sum())(jnp.ones(3))
+    """
+    settings = checked_reduction(
+        "value_and_grad", op=op, compression=compression, groups=groups,
+        gradient_predivide_factor=gradient_predivide_factor, process_set=process_set,
+    )  # fmt: skip
+    prefix = getattr(function, "__name__", "function") if name is None else name
+    both = jax.value_and_grad(function, argnums, has_aux)
+
+    @functools.wraps(function)
+    def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = both(*args, **kwargs)
+        return value, reduce_gradients(gradients, f"{prefix}.grad", settings, weight)
+
+    return value_and_gradient
+
+
+__all__ = ["DistributedGrad", "value_and_grad"]

@@ -1,0 +1,246 @@
+"""hororing.jax in compiled functions: names, loops, transformations, order and errors.
+
+Eager calls pass the conformance suite; compiled ones must give the same bits.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import sys
+
+import pytest
+import session
+
+if __name__ == "cases":  # on the ranks
+    os.environ["JAX_ENABLE_X64"] = "1"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+    import jax
+    import numpy as np
+    from jax import numpy as jnp
+
+    import hororing.jax as hvd
+
+    hvd.init()
+    RANK, SIZE = hvd.rank(), hvd.size()
+
+test_case = session.on_ranks(globals(), 1, 2, 4, push=[2], session="jax")
+
+
+def values(dtype, *shape):
+    made = np.random.default_rng([RANK, *shape]).integers(-20, 20, shape)
+    return jnp.asarray(np.abs(made) if dtype.startswith("u") else made).astype(dtype)
+
+
+def same_bits(body, *arrays):
+    """Compare a compiled function with the eager call; return its results."""
+    eager, compiled = jax.tree.leaves(body(*arrays)), jax.tree.leaves(jax.jit(body)(*arrays))
+    for one, other in zip(eager, compiled, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), (one, other)
+    return compiled
+
+
+DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64",
+          "bfloat16", "bool", "complex64", "complex128")  # fmt: skip
+
+
+def case_compiled_and_eager_calls_give_the_same_bits():
+    for dtype in DTYPES:
+        tensor = values(dtype, 2 * SIZE, 3)
+        ops = [hvd.Sum, *([hvd.Average] if dtype != "bool" else [])]
+        ops += [] if dtype.startswith("complex") else [hvd.Min, hvd.Max, hvd.Product]
+
+        def body(x, ops=ops):
+            tree = {"x": x, "one": x[0, 0], "none": x[:0]}
+            scattered = [hvd.reducescatter(x, op=op) for op in ops if op in (hvd.Sum, hvd.Average)]
+            moved = [hvd.allgather(x), hvd.alltoall(x), hvd.broadcast(tree, SIZE - 1)]
+            return [hvd.allreduce(tree, op=op) for op in ops], scattered, moved
+
+        same_bits(body, tensor)
+    x = values("float32", 8)
+    if SIZE & (SIZE - 1) == 0:
+        same_bits(lambda x: hvd.allreduce(x, op=hvd.Adasum), x)
+    same_bits(lambda x: hvd.allreduce(x, prescale_factor=0.5, postscale_factor=3.0), x)
+    same_bits(lambda x: hvd.allreduce(x, weight=RANK + 0.5), x)
+    (mean,) = same_bits(lambda x, w: hvd.allreduce(x, weight=w), x, jnp.asarray(1.0 + RANK))
+    total = sum(np.asarray(x) for x in hvd.allgather(x[None] * (1 + RANK)))
+    np.testing.assert_allclose(mean, total / sum(range(1, SIZE + 1)), rtol=1e-6)
+    floats = jnp.ones((4, 2)).astype(jnp.float8_e5m2) * (RANK + 1)
+    same_bits(lambda x: (hvd.broadcast(x, 0), hvd.allgather(x)), floats)
+    same_bits(lambda x: hvd.barrier(x + 1), x)
+
+
+def case_sixty_independent_requests_in_any_order():
+    """Their order is XLA's, and each rank has another one: what they depend on takes longer."""
+    count = 60
+
+    @jax.jit
+    def program(tensors, slow):
+        def late(x, at):
+            return x if at % 6 else jax.lax.fori_loop(0, slow[at], lambda _, y: y * 1.0, x)
+
+        return [hvd.allreduce(late(x, at) * (at + 1), op=hvd.Sum) for at, x in enumerate(tensors)]
+
+    tensors = [jnp.full(10 + at, RANK + 1.0) for at in range(count)]
+    for run in range(15):
+        slow = np.random.default_rng([RANK, run]).integers(0, 2000, count)
+        for at, result in enumerate(program(tensors, slow)):
+            wanted = (at + 1) * sum(range(1, SIZE + 1))
+            assert (np.asarray(result) == wanted).all(), (run, at)
+
+
+def case_programs_that_run_ahead_keep_their_order():
+    program = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))
+    results = [program(jnp.full(100, float(at))) for at in range(100)]  # none is waited for
+    for at, result in enumerate(results):
+        assert (np.asarray(result) == at * SIZE).all()
+
+
+def case_loops_branches_and_rematerialisation():
+    @jax.jit
+    def scanned(x):
+        def body(carry, at):
+            beside = hvd.allreduce(jnp.ones(3) * at, op=hvd.Sum)  # not in the carry
+            return hvd.allreduce(carry, op=hvd.Sum) / SIZE + 1, beside
+
+        first = hvd.allreduce(x, op=hvd.Sum)  # its continuation is the whole loop
+        return jax.lax.scan(body, first, jnp.arange(30.0), unroll=2)
+
+    carry, beside = scanned(jnp.zeros(4))
+    assert (carry == 30).all()
+    assert (beside[:, 0] == SIZE * np.arange(30)).all()
+
+    def halved(state):
+        return state[0] + 1, hvd.allreduce(state[1]) * 0.5
+
+    _, x = jax.jit(lambda x: jax.lax.while_loop(lambda s: s[0] < 9, halved, (0, x)))(jnp.ones(2))
+    assert (x == 0.5**9).all()
+    branch = jax.jit(lambda p, x: jax.lax.cond(p, hvd.allreduce, lambda x: x, x))
+    assert (branch(True, jnp.full(2, float(RANK))) == (SIZE - 1) / 2).all()
+    assert (branch(False, jnp.full(2, float(RANK))) == RANK).all()
+
+    def block(x):
+        return jnp.sin(hvd.allreduce(jnp.sin(x)))
+
+    again = jax.checkpoint(block)
+    x = jnp.arange(3.0)
+    for call in (again, jax.jit(block), jax.jit(block, inline=True)):
+        found = jax.jit(jax.grad(lambda x, call=call: call(call(x)).sum()))(x)
+        wanted = jax.grad(lambda x: jnp.sin(jnp.sin(jnp.sin(jnp.sin(x)))).sum())(x)
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def case_one_function_called_twice_has_two_names():
+    inner = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))
+    program = jax.jit(lambda x: (inner(x), inner(x * 10)))
+    for _ in range(20):
+        one, ten = program(jnp.ones(2))
+        assert (one == SIZE).all()
+        assert (ten == 10 * SIZE).all()
+
+
+def case_vmap_communicates_whole_batches():
+    x = jnp.arange(12.0).reshape(2, 2, 3) + 100 * RANK
+    if SIZE == 2:
+        mapped = jax.vmap(lambda x: (hvd.allgather(x), hvd.reducescatter(x), hvd.alltoall(x)))
+        alone = [jax.tree.leaves([f(each) for f in
+                 (hvd.allgather, hvd.reducescatter, hvd.alltoall)]) for each in x]  # fmt: skip
+        for way in (mapped, jax.jit(mapped)):
+            for found, wanted in zip(way(x), zip(*alone, strict=True), strict=True):
+                assert (found == jnp.stack(wanted)).all()
+    last = jax.vmap(lambda x, y: hvd.allreduce([x, y]), in_axes=(2, None), out_axes=-1)
+    found, _ = jax.jit(last)(x, x)
+    assert (found == hvd.allreduce(x)).all()
+    slopes = jax.vmap(jax.grad(lambda x: (hvd.allreduce(x, op=hvd.Sum) ** 2).sum()))(x)
+    assert (slopes == 2 * hvd.allreduce(hvd.allreduce(x, op=hvd.Sum), op=hvd.Sum)).all()
+    with pytest.raises(NotImplementedError, match="a weight must not be mapped"):
+        jax.vmap(lambda x, w: hvd.allreduce(x, weight=w))(x, x[:, 0, 0])
+
+
+def case_gradients_of_compiled_functions():
+    x = jnp.arange(2.0 * SIZE + 1) + RANK
+    for body in (
+        lambda x: hvd.allreduce(x, op=hvd.Sum),
+        lambda x: hvd.allreduce(x, weight=RANK + 1.0),
+        lambda x: hvd.broadcast(x, SIZE - 1),
+        hvd.allgather,
+        lambda x: hvd.reducescatter(x, op=hvd.Sum),  # unevenly
+        lambda x: hvd.alltoall(x[1:]),
+    ):
+        same_bits(jax.grad(lambda x, body=body: (body(x) ** 2).sum()), x)
+
+
+def case_a_mismatch_is_an_error_of_jax_with_our_text():
+    program = jax.jit(hvd.allreduce)
+    if SIZE > 1:
+        for _ in range(2):
+            with pytest.raises(Exception, match=r"shapes differ: rank 0: \[3\]; rank") as caught:
+                jax.block_until_ready(program(jnp.ones(3 + RANK)))
+            assert type(caught.value).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+            assert "jit_allreduce/case_a_mismatch" in str(caught.value)
+        ragged = jax.jit(hvd.allgather)
+        with pytest.raises(Exception, match="ranks pass equally many rows"):
+            jax.block_until_ready(ragged(jnp.ones(3 + RANK)))
+        if SIZE == 2:
+            with pytest.raises(ValueError, match="splits=None for 2 ranks are not"):
+                jax.jit(hvd.alltoall)(jnp.ones(3))
+    assert (jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))(jnp.ones(2)) == SIZE).all()
+
+
+def case_two_calls_with_one_name_are_refused():
+    def twice(x):
+        one = hvd.allreduce(x, name="one")
+        return one + hvd.allreduce(x * 2, name="one")
+
+    with pytest.raises(ValueError, match="two calls in jit_twice have the name 'one': in twice at"):
+        jax.jit(twice)(jnp.ones(2))
+    repeated = jax.jit(lambda x: [hvd.allreduce(x * k, name="loop") for k in range(3)])
+    assert [float(each[0]) for each in repeated(jnp.ones(2))] == [0, 1, 2]
+
+
+def case_what_cannot_be_compiled_is_refused():
+    with pytest.raises(ValueError, match="pass the value that is to wait"):
+        jax.jit(lambda: hvd.barrier())()
+    with pytest.raises(ValueError, match="arrays of uint32 cannot be reduced; cast it"):
+        hvd.allreduce(jnp.ones(2, jnp.uint32))
+    with pytest.raises(ValueError, match="arrays of float8_e5m2 cannot be reduced; cast it"):
+        jax.jit(hvd.allreduce)(jnp.ones(2, jnp.float8_e5m2))
+    with pytest.raises(ValueError, match="splits must be known while"):
+        jax.jit(lambda x, s: hvd.alltoall(x, splits=s))(jnp.ones(2), jnp.ones(2, jnp.int32))
+
+
+def case_no_thread_is_left_after_shutdown():
+    def threads():
+        names = []
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/comm") as file:
+                names.append(file.read().strip())
+        return names.count("hororing-jax")
+
+    big = jax.jit(lambda x: [hvd.allreduce(x * k) for k in range(20)])
+    jax.block_until_ready(big(jnp.ones(1 << 15)))
+    hvd.shutdown()
+    assert threads() == 0
+    hvd.init()
+    jax.block_until_ready(big(jnp.ones(1 << 15)))
+
+
+def case_examples_in_docstrings():
+    import optax
+
+    examples = [
+        each
+        for module in sorted(set(map(sys.modules.get, sys.modules)), key=str)
+        if getattr(module, "__name__", "").startswith("hororing.jax.")
+        for each in doctest.DocTestFinder(exclude_empty=True).find(module)
+        if each.examples and "convert_error" not in each.name
+    ]
+    assert len(examples) > 10
+    runner = doctest.DocTestRunner()
+    names = {"hvd": hvd, "jax": jax, "jnp": jnp, "optax": optax}
+    for each in examples if SIZE == 1 else ():
+        each.globs = dict(names)
+        runner.run(each)
+    assert runner.failures == 0
