@@ -14,4 +14,4 @@ from conformance.suite import cases_by
 
 globals().update(cases_by("jax"))
 
-test_case = session.on_ranks(globals(), 1, 2, 3, push=[2], session="jax")
+test_case = session.on_ranks(globals(), 1, 2, 3, push=[], session="jax")

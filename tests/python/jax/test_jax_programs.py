@@ -42,12 +42,13 @@ def same_bits(body, *arrays):
     return compiled
 
 
-DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64",
-          "bfloat16", "bool", "complex64", "complex128")  # fmt: skip
+DTYPES = ("float32", "bfloat16", "int32", "bool", "complex64", "uint8", "int8", "uint16", "int16",
+          "int64", "float16", "float64", "complex128")  # fmt: skip
 
 
 def case_compiled_and_eager_calls_give_the_same_bits():
-    for dtype in DTYPES:
+    # Compiling takes most of the time of this file: two ranks, in the push tier, try the first ones.
+    for dtype in DTYPES[: 5 if SIZE == 2 else None]:
         tensor = values(dtype, 2 * SIZE, 3)
         ops = [hvd.Sum, *([hvd.Average] if dtype != "bool" else [])]
         ops += [] if dtype.startswith("complex") else [hvd.Min, hvd.Max, hvd.Product]
