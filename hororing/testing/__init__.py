@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hororing.testing.checks import assert_same as assert_same
     from hororing.testing.checks import raises_on as raises_on
+    from hororing.testing.faults import interleave as interleave
+    from hororing.testing.faults import kill as kill
+    from hororing.testing.faults import slow as slow
     from hororing.testing.function import run as run
 else:
 
@@ -29,5 +32,8 @@ else:
         return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
 
-_MODULES = {"assert_same": "checks", "raises_on": "checks", "run": "function"}
-__all__ = ["assert_same", "raises_on", "run"]
+_MODULES = {
+    "assert_same": "checks", "interleave": "faults", "kill": "faults", "raises_on": "checks",
+    "run": "function", "slow": "faults",
+}  # fmt: skip
+__all__ = ["assert_same", "interleave", "kill", "raises_on", "run", "slow"]

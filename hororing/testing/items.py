@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 
 from hororing.hororun.call import text_of
+from hororing.testing.faults import armed
+from hororing.testing.mark import delays_of
 from hororing.testing.messages import Ended, Failing, Phase, Seat, Suite, Test, Warned
 from hororing.testing.world import Worlds, is_by_peers
 
@@ -130,7 +132,8 @@ class Items:
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
         """Note the line at which the test ends."""
-        with last_line_of(pyfuncitem.obj) as found:
+        armed.delays = delays_of(pyfuncitem)
+        with last_line_of(pyfuncitem.obj, armed.watch if armed.delays else None) as found:
             try:
                 return (yield)
             finally:
@@ -175,11 +178,13 @@ class Items:
 
 
 @contextlib.contextmanager
-def last_line_of(function: Any) -> Iterator[Callable[[], int]]:
+def last_line_of(
+    function: Any, then: Callable[[], None] | None = None
+) -> Iterator[Callable[[], int]]:
     """Return a function that returns the line at which `function` is or has ended, or 0.
 
     Python keeps the line in the frame. To get hold of that, a profiler watches until the function
-    has been called, and costs nothing after that.
+    has been called, and costs nothing after that. `then` is called at that time.
     """
     code = getattr(inspect.unwrap(function), "__code__", None)
     frames: list[FrameType] = []
@@ -189,6 +194,8 @@ def last_line_of(function: Any) -> Iterator[Callable[[], int]]:
         if frame.f_code is code:
             frames.append(frame)
             sys.setprofile(before)
+            if then is not None:
+                then()
 
     if code is not None and before is None:
         sys.setprofile(watch)
@@ -198,3 +205,4 @@ def last_line_of(function: Any) -> Iterator[Callable[[], int]]:
         if sys.getprofile() is watch:
             sys.setprofile(before)
         frames.clear()
+        armed.clear()

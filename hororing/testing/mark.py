@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 HELP = (
-    "ranks(*sizes, backend='hororing', limit_s=None, init=True): run the test on that many ranks, "
-    "at once; on each of several numbers, one after the other (docs/testing_your_code.md)"
+    "ranks(*sizes, backend='hororing', limit_s=None, init=True, elastic=False): run the test on "
+    "that many ranks at once; several numbers make several tests (docs/testing_your_code.md)"
 )
+INTERLEAVE_HELP = (
+    "interleave(seeds=20, max_ms=5.0): run the test on ranks once for each seed, with random "
+    "delays before its collectives"
+)
+SEED = "interleave"  # the parameter of tests with that mark
 SIZE = "ranks"  # the parameter of tests with several numbers
 _MOST_RANKS = 64
 
@@ -23,13 +28,17 @@ class Wish:
     backend: str
     limit_s: float | None
     init: bool
+    elastic: bool
+
+
+_DEFAULTS = {"backend": "", "limit_s": None, "init": True, "elastic": False}
 
 
 def wish_of(mark: pytest.Mark) -> Wish:
     """Return the arguments of a mark. They fail the test, or its collection, if they are wrong."""
     problem = ""
-    given = {"backend": "", "limit_s": None, "init": True, **mark.kwargs}
-    if unknown := set(mark.kwargs) - {"backend", "limit_s", "init"}:
+    given = {**_DEFAULTS, **mark.kwargs}
+    if unknown := set(mark.kwargs) - {*_DEFAULTS}:
         problem = f"there is no argument {min(unknown)!r}: {HELP}"
     elif not mark.args:
         problem = "how many ranks? Write ranks(2)"
@@ -41,11 +50,13 @@ def wish_of(mark: pytest.Mark) -> Wish:
         problem = f"backend={given['backend']!r}: there are 'hororing' and 'gloo'"
     elif given["limit_s"] is not None and not _is_limit(given["limit_s"]):
         problem = f"limit_s={given['limit_s']!r} is not a number of seconds above 0"
-    elif type(given["init"]) is not bool:
-        problem = f"init={given['init']!r} is not True or False"
+    elif wrong := [name for name in ("init", "elastic") if type(given[name]) is not bool]:
+        problem = f"{wrong[0]}={given[wrong[0]]!r} is not True or False"
+    elif given["elastic"] and given["backend"] == "gloo":
+        problem = "gloo has no elastic jobs"
     if problem:
         pytest.fail(f"pytest.mark.ranks: {problem}", pytrace=False)
-    return Wish(mark.args, given["backend"], given["limit_s"], given["init"])
+    return Wish(mark.args, given["backend"], given["limit_s"], given["init"], given["elastic"])
 
 
 def _is_limit(value: Any) -> bool:
@@ -59,3 +70,38 @@ def size_of(item: pytest.Item) -> int:
         return 0
     chosen = getattr(item, "callspec", None)
     return int(chosen.params[SIZE] if chosen and SIZE in chosen.params else mark.args[0])
+
+
+def interleave(seeds: Any, max_ms: Any) -> pytest.MarkDecorator:
+    """See `faults.interleave`."""
+    return pytest.mark.interleave(seeds=seeds, max_ms=max_ms)
+
+
+def seeds_of(mark: pytest.Mark) -> list[int]:
+    """Return the seeds of a mark `interleave`. A wrong argument fails the collection."""
+    seeds, max_ms = _interleave_arguments(mark)
+    if type(seeds) is int and seeds > 0:
+        return list(range(seeds))
+    found = [] if isinstance(seeds, (int, str)) else list(seeds)
+    if not found or not all(type(each) is int for each in found):
+        pytest.fail(f"interleave: seeds={seeds!r} is neither a number nor a list of numbers", False)
+    if not _is_limit(max_ms):
+        pytest.fail(f"interleave: max_ms={max_ms!r} is not a number of ms above 0", False)
+    return found
+
+
+def _interleave_arguments(mark: pytest.Mark) -> tuple[Any, Any]:
+    names = ("seeds", "max_ms")
+    given = {"seeds": 20, "max_ms": 5.0, **dict(zip(names, mark.args, strict=False)), **mark.kwargs}
+    if len(mark.args) > 2 or set(given) != set(names):
+        pytest.fail(f"interleave: {INTERLEAVE_HELP}", False)
+    return given["seeds"], given["max_ms"]
+
+
+def delays_of(item: pytest.Item) -> tuple[int, float] | None:
+    """Return the seed of a test and its longest delay in s; None: it has no mark `interleave`."""
+    mark = item.get_closest_marker("interleave")
+    chosen = getattr(item, "callspec", None)
+    if mark is None or chosen is None or SEED not in chosen.params:
+        return None
+    return chosen.params[SEED], _interleave_arguments(mark)[1] / 1000

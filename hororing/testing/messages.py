@@ -120,6 +120,11 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Killing:
+    """The test wants this rank to die now."""
+
+
+@dataclass(frozen=True)
 class Warned:
     """A warning, for pytest's summary."""
 

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from hororing.testing.mark import HELP, SIZE, size_of, wish_of
+from hororing.testing.mark import (
+    HELP,
+    INTERLEAVE_HELP,
+    SEED,
+    SIZE,
+    seeds_of,
+    size_of,
+    wish_of,
+)  # fmt: skip
 
 _KEY = pytest.StashKey[Any]()  # the `session.Ranks` of a session
 
@@ -21,20 +29,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Describe the mark."""
+    """Describe the marks."""
     config.addinivalue_line("markers", HELP)
+    config.addinivalue_line("markers", INTERLEAVE_HELP)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each number of ranks."""
+    """Make one test for each number of ranks, and for each seed."""
     mark = metafunc.definition.get_closest_marker("ranks")
+    pace = metafunc.definition.get_closest_marker("interleave")
     if mark is None:
+        if pace is not None:
+            pytest.fail("interleave: the test needs pytest.mark.ranks, too", pytrace=False)
         return
     sizes = wish_of(mark).sizes
     if len(sizes) > 1:
-        if SIZE not in metafunc.fixturenames:
-            metafunc.fixturenames.append(SIZE)
-        metafunc.parametrize(SIZE, sizes, indirect=True, ids=[f"ranks={each}" for each in sizes])
+        _parametrize(metafunc, SIZE, list(sizes), "ranks")
+    if pace is not None:
+        _parametrize(metafunc, SEED, seeds_of(pace), "seed")
+
+
+def _parametrize(metafunc: pytest.Metafunc, name: str, values: list[int], shown: str) -> None:
+    if name not in metafunc.fixturenames:
+        metafunc.fixturenames.append(name)
+    ids = [f"{shown}={each}" for each in values]
+    metafunc.parametrize(name, values, indirect=True, ids=ids)
+
+
+@pytest.fixture
+def interleave(request: pytest.FixtureRequest) -> int:
+    """Return the seed of this test."""
+    return int(request.param)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hororing._job.rendezvous import protocol
+from hororing._job.rendezvous.elastic_store import ElasticStore
 from hororing._job.rendezvous.store import Store
 from hororing.hororun.host.local import memory_file
 from hororing.hororun.job import plan as places
@@ -31,6 +32,7 @@ from hororing.testing.messages import (
     Failing,
     Finish,
     Hello,
+    Killing,
     Phase,
     Test,
     Warned,
@@ -54,6 +56,7 @@ class Outcome:
     rank: int
     begun: bool = False
     phases: list[Phase] = field(default_factory=list)
+    wanted: bool = False  # the test has killed it
     failing: Failing | None = None  # the latest
     answer: bytes = b""
     ended: Ended | None = None  # None: it has died, or was killed here
@@ -69,8 +72,8 @@ class Outcome:
 
     @property
     def trouble(self) -> bool:
-        """Whether the process is of no more use."""
-        return self.ended is None or bool(self.ended.escaped)
+        """Whether the process has ended, was ended, or left pytest, though nobody wanted that."""
+        return not self.wanted and (self.ended is None or bool(self.ended.escaped))
 
     @property
     def failed(self) -> bool:
@@ -81,14 +84,25 @@ class Outcome:
 class Pool:
     """Ranks 0 to `size` - 1."""
 
-    def __init__(self, starter: Starter, size: int, folder: str = "") -> None:
-        """Start them. StartError if that is impossible."""
-        self.size = size
+    def __init__(
+        self, starter: Starter, size: int, folder: str = "", *, elastic: bool = False
+    ) -> None:
+        """Start them. StartError if that is impossible.
+
+        If the job is `elastic`, `size` processes get ranks when they call `init`, and are used for
+        one test.
+        """
+        self.size, self._elastic = size, elastic
         self.usable = True
         self._starter = starter
         self._number = 0
         secret = protocol.new_secret()
-        self._store = Store(job=secrets.token_hex(8), size=size, secret=secret)
+        job = secrets.token_hex(8)
+        self._store: Store | ElasticStore = (
+            ElasticStore(job=job, np=size, min_np=1, max_np=size, secret=secret)
+            if elastic
+            else Store(job=job, size=size, secret=secret)
+        )
         self._store.start_thread()
         files = [memory_file("secret", secret), os.memfd_create("hororing-store")]
         self._processes: list[Process] = []
@@ -109,6 +123,11 @@ class Pool:
 
     def _variables(self, rank: int) -> dict[str, str]:
         address = f"127.0.0.1:{self._store.port}"
+        if self._elastic:
+            return {
+                "HORORING_ELASTIC": "1", "HORORING_JOB": self._store.job,
+                "HORORING_RENDEZVOUS": address, "HORORING_PROCESS": str(rank),
+            }  # fmt: skip
         meeting = places.Rendezvous(self._store.job, address, ("127.0.0.1", 0))
         where = places.Place(rank, "localhost", rank, self.size)
         return places.environment(where, self.size, meeting)
@@ -133,7 +152,8 @@ class Pool:
         except BaseException:  # Ctrl-C
             self.close()
             raise
-        self.usable = not any(each.failed for each in outcomes)
+        used_up = self._elastic or any(each.failed or each.wanted for each in outcomes)
+        self.usable = not used_up
         return outcomes
 
     def _gather(
@@ -149,7 +169,7 @@ class Pool:
         with selector:
             while selector.get_map():
                 failed = [each.failed_at for each in outcomes if each.failed_at]
-                unharmed = any(each.ended is None and not each.failed_at for each in outcomes)
+                unharmed = any(each.is_running and not each.failed_at for each in outcomes)
                 begun = all(each.begun for each in outcomes)
                 until = last + (limit_s if begun else max(limit_s, _BEGIN_S))
                 if failed and unharmed:
@@ -195,6 +215,9 @@ class Pool:
         if isinstance(message, Phase):
             outcome.phases.append(message)
             return True
+        if isinstance(message, Killing):
+            outcome.wanted = True
+            return True
         if isinstance(message, Warned):
             warned(message)
             return False
@@ -209,7 +232,7 @@ class Pool:
             if message.escaped:
                 outcome.failed_at = time.monotonic()
         else:
-            outcome.failed_at = time.monotonic()
+            outcome.failed_at = 0.0 if outcome.wanted else time.monotonic()
             process.kill()
             outcome.output = _texts(process.files[1:])
             outcome.doing = Doing("", "", 0, _texts(process.files[:1]))

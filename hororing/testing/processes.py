@@ -79,7 +79,8 @@ class Guard:
 
     def add(self, pid: int, variables: dict[str, str]) -> None:
         """Watch over a rank: its process group, and what has its variables."""
-        marks = [f"{name}={variables[name]}" for name in ("HORORING_JOB", "HORORING_RANK")]
+        names = ("HORORING_JOB", "HORORING_RANK", "HORORING_PROCESS")
+        marks = [f"{name}={variables[name]}" for name in names if name in variables]
         self._tell(" ".join([str(pid), *marks]))
 
     def ended(self, pid: int) -> None:

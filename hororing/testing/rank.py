@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 from hororing.hororun import call
 from hororing.testing import doing
 from hororing.testing.channel import Channel, Closed
+from hororing.testing.faults import armed
 from hororing.testing.messages import Answer, Begun, Call, Ended, Finish, Hello, Seat, Test
 from hororing.testing.world import Worlds
 
@@ -54,6 +55,7 @@ def serve(seat: Seat, files: list[int], work: Work, parent: int) -> NoReturn:
     faulthandler.register(STACKS, stacks, all_threads=True)
     os._exit = functools.partial(_leave, os._exit, stacks)
     doing.start_answering(Channel(socket.socket(fileno=watch_fd)))
+    armed.announce, armed.size = control.send, seat.size
     worlds = Worlds(seat, secret, store)
     try:
         control.send(Hello(), [stacks, *outputs])

@@ -44,10 +44,11 @@ class Ranks:
         limit_s = wish.limit_s or self._limit_s()
         backend = wish.backend or self._config.getini("ranks_backend") or HORORING
         try:
-            pool = self._pool(size_of(item))
+            pool = self._pool(size_of(item), wish.elastic)
         except StartError as error:
             return reports.not_started(item, str(error))
-        order = Test(item.nodeid, self._after(item), pool.world(backend, wish.init))
+        following = "" if wish.elastic else self._after(item)
+        order = Test(item.nodeid, following, pool.world(backend, wish.init))
         outcomes = pool.run(order, limit_s, self._warn)
         if not pool.usable:
             pool.finish()
@@ -63,15 +64,17 @@ class Ranks:
             raise pytest.UsageError(f"ranks_limit_s = {text}: not a number of seconds above 0")
         return found
 
-    def _pool(self, size: int) -> Pool:
-        found = self._pools.pop(size, None)
+    def _pool(self, size: int, elastic: bool) -> Pool:
+        found = None if elastic else self._pools.pop(size, None)
         if found is None or not found.usable:
             if len(self._pools) >= _MOST_POOLS:
                 self._pools.pop(next(iter(self._pools))).finish()
             self._made += 1
             folder = self._config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-            found = Pool(self._starter, size, str(folder / f"ranks{self._made}"))
-        self._pools[size] = found  # now the last
+            folder = str(folder / f"ranks{self._made}")
+            found = Pool(self._starter, size, folder, elastic=elastic)
+        if not elastic:
+            self._pools[size] = found  # now the last
         return found
 
     def _after(self, item: pytest.Item) -> str:

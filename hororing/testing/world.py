@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from hororing.config import environment
+from hororing.testing.faults import armed
 from hororing.testing.messages import HORORING, Seat, World
 
 
@@ -26,6 +27,7 @@ class Worlds:
     def begin(self, world: World) -> None:
         """End what the previous test left, and initialise. Blocks until all ranks have."""
         self.end()
+        armed.clear()
         environment.become({**self._variables, "MASTER_PORT": str(world.port)})
         self.began = time.time()
         if not world.init:

@@ -7,6 +7,7 @@ the text. pytest runs a copy of this file.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import queue
 import signal
@@ -64,8 +65,8 @@ def test_early_return():
 
 @blames(1, "is in")
 def test_endless_loop():
-    while hvd.rank() == 1:
-        pass  # here
+    rank = hvd.rank()
+    any(rank != 1 for _ in itertools.count())  # here
 
 
 @blames(0, "waits in hvd.allreduce(ONES, name=names[0])")
