@@ -127,6 +127,7 @@ def _suite(config: pytest.Config, items: list[pytest.Item]) -> Suite:
         except Exception:  # of a plug-in; pytest-xdist could not pass it on either
             continue
         options[name] = value
+    options.pop("file_or_dir", None)  # `arguments` has the files
     arguments = ["--rootdir", str(config.rootpath)]
     if config.inipath is not None:
         arguments += ["-c", str(config.inipath)]
