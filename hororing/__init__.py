@@ -9,8 +9,8 @@ Start the script with hororun or mpirun, or a function of it with `hororing.run`
 package loads nothing; `init()` starts the engine.
 
 For users: numpy, torch, tensorflow, keras, elastic, ray, spark, toolkit, testing, as_horovod,
-errors and extension; `hororun` is the launcher, torch_backend what `import torch` finds. A name
-that begins with "_" is private. The private floors, each of which knows only those before it:
+as_ccl, errors and extension; `hororun` is the launcher, torch_backend what `import torch` finds. A
+name that begins with "_" is private. The private floors, each of which knows only those before it:
 config and errors < _job (how this process becomes rank r of n) < _engine (the engine of this
 process) < _requests (from a tensor to a request and back) < _api (Horovod's names) < _adapters
 (what adapters share) < guard (what notices wrong replicas).

@@ -39,6 +39,17 @@ def register() -> None:
         c10d._maybe_attach_flight_recorder = _unless_ours(attach)
 
 
+def register_as(name: str) -> None:
+    """Make `name` a backend of torch.distributed that is hororing's. ValueError if it exists."""
+    register()
+    dist: Any = importlib.import_module("torch.distributed")
+    if not dist.is_available():
+        raise ValueError(f"{name}: this build of torch has no torch.distributed")
+    if hasattr(dist.Backend, name.upper()):
+        raise ValueError(f"torch.distributed has a backend {name!r} already: do not import it here")
+    dist.Backend.register_backend(name, _create, extended_api=True, devices=["cpu"])
+
+
 def _create(options: Any, backend_options: Any) -> Any:
     return _implementation().create(options, backend_options)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,3 +82,19 @@ def test_kinds_of_torch():
     dist.all_gather([torch.ones(1)] * 2, torch.ones(1))
     with pytest.raises(RuntimeError):
         dist.all_gather_object([None] * 2, "x")
+
+
+@pytest.mark.ranks(2, init=False)
+def test_scripts_for_ccl():
+    importlib.import_module("hororing.as_ccl")
+    for module in ("oneccl_bindings_for_pytorch", "torch_ccl"):  # such scripts import them
+        importlib.import_module(module)
+    dist.init_process_group("ccl")
+    assert dist.get_backend() == "ccl"
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    assert ones[0] == 2
+    assert hvd.size() == 2, "it is hororing"
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+    assert model.module.weight.grad.tolist() == [[0.5, 0.5]]
