@@ -22,8 +22,9 @@ EXPLAINS = 0.4
 SLOW_LINK, BUSY_LINK = 0.5, 0.2
 # A link that carries less than this share of the busiest one's bytes carries control messages only.
 CARRIES = 0.1
-# Links up to so many times as fast as the slowest one may be slow themselves.
-GUILTY = 1.5
+# The slow link keeps others waiting, for its data and for acknowledgements that share its way: they
+# are slow, too, but busy for less than this share of its time.
+GUILTY = 0.8
 # Shares of the time from which on a figure of the kernel is worth a sentence.
 STEAL, QUEUED, SLOWER = 0.1, 0.25, 1.3
 
@@ -214,14 +215,15 @@ def of_links(links: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Links that are slower than the others while they are busy."""
     most = max((each["bytes_per_s"] for each in links), default=0.0)
     data = [each for each in links if each["bytes_per_s"] > CARRIES * most]
+    slow: list[tuple[Mapping[str, Any], float]] = []
+    for each in data:
+        typical = upper_median([x["speed"] for x in data if x is not each])
+        if each["busy_share"] > BUSY_LINK and each["speed"] <= SLOW_LINK * typical:
+            slow.append((each, typical))
+    busiest = max((each["busy_share"] for each, _ in slow), default=0.0)
     found = []
-    busy = [each for each in data if each["busy_share"] > BUSY_LINK]
-    # Acknowledgements and data that wait for the slowest link slow others down.
-    slowest = min((each["speed"] for each in busy), default=0.0)
-    for each in [link for link in busy if link["speed"] <= GUILTY * slowest]:
-        others = [x["speed"] for x in data if x is not each]
-        typical = upper_median(others)
-        if not others or each["speed"] > SLOW_LINK * typical:
+    for each, typical in sorted(slow, key=lambda pair: pair[0]["speed"]):
+        if each["busy_share"] < GUILTY * busiest:
             continue
         again = each["retransmits_per_s"]
         text = (

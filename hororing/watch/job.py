@@ -14,6 +14,8 @@ from hororing.watch.rates import History, Rates, lower_median
 
 KEPT_S = 3600  # of the time series, at one point per second
 _NOTES = 200
+# Rates of hosts and links are those between the first and the last of so many samples.
+_HOST_SAMPLES = 3
 # A host without a sample for so long is not seen any more.
 _SILENT_S = 5.0
 # The stacks of ranks that others wait for are asked for again after this time.
@@ -34,7 +36,7 @@ class Job:
         self.notes: deque[dict[str, Any]] = deque(maxlen=_NOTES)
         self.metrics: dict[str, deque[tuple[float, float]]] = {}
         self._histories: dict[int, History] = {}
-        self._hosts: dict[str, dict[str, Any]] = {}  # the latest two samples of each
+        self._hosts: dict[str, dict[str, Any]] = {}  # the latest samples of each
         self._members: dict[int, tuple[str, int]] = {}
         self._asked: dict[int, float] = {}
         self._told: dict[int, int] = {}  # by rank: when the line of its log was written
@@ -44,8 +46,11 @@ class Job:
     def feed(self, samples: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """Take the samples of hosts, at most one of each; return, and keep, the new state."""
         for sample in samples:
-            before = self._hosts.get(sample["host"], {}).get("last", sample)
-            self._hosts[sample["host"]] = {"last": sample, "before": before, "at": time.monotonic()}
+            past = self._hosts.get(sample["host"], {}).get("past", ())
+            past = [*past, sample][-_HOST_SAMPLES:]
+            self._hosts[sample["host"]] = {
+                "last": sample, "before": past[0], "past": past, "at": time.monotonic(),
+            }  # fmt: skip
             for rank in sample["ranks"]:
                 self._histories.setdefault(rank["rank"], History()).add(rank)
         for name in [n for n, h in self._hosts.items() if time.monotonic() - h["at"] > _SILENT_S]:

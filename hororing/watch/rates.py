@@ -20,8 +20,10 @@ _BETWEEN_HOSTS = ("bytes_three_phase", "bytes_ring", "bytes_rank_order")
 
 @dataclass(frozen=True)
 class Rates:
-    """A rank's window. Times in s; those that end in _s are per step, or without steps per second; shares
-    are of the time."""
+    """A rank's window. Times are in s: those ending in _s per step, or per second without steps.
+
+    Shares are of the time.
+    """
 
     seconds: float
     steps: int

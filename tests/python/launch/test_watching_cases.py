@@ -140,8 +140,8 @@ def shape(host: int, rate: str) -> None:
 
 def watch_links(hostfile: str, seed: int, script: str) -> None:
     process = hororun_jobs.start(
-        "--rsh-agent", os.environ[AGENT], "--page", "0", "--grace", "1", "-hostfile", hostfile, "-np", "3",
-        sys.executable, script,
+        "--rsh-agent", os.environ[AGENT], "--page", "0", "--grace", "1",
+        "-hostfile", hostfile, "-np", "3", sys.executable, script,
     )  # fmt: skip
     assert process.stderr is not None
     told = Told(process.stderr.readline().split()[1])
@@ -161,7 +161,7 @@ def watch_links(hostfile: str, seed: int, script: str) -> None:
             wait_for_links(told, slow=False)
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        print(process.communicate(timeout=60)[1])
     took.sort()
     rightly = f"{LINK_CASES - len(wrong)} of {LINK_CASES} slow links named rightly"
     median = took[LINK_CASES // 2]
@@ -194,7 +194,7 @@ def test_seeded_slow_links_are_named_rightly(tmp_path: Path):
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(mpirun.__file__).parent)])
     # hosts.sh starts it like mpirun: --hostfile FILE -np N.
     watcher.write_text(
-        f"#!/bin/bash\nexport PYTHONPATH={hororun_jobs.ROOT}:{paths}\nexec {sys.executable} -c "
+        f"#!/bin/bash\nunset HORORING_TEST_SEED\nexport PYTHONPATH={hororun_jobs.ROOT}:{paths}\nexec {sys.executable} -c "
         f"'from test_watching_cases import *; watch_links(\"'$2'\", {seed}, "
         f'"{tmp_path}/rank.py")\'\n'
     )
