@@ -72,16 +72,20 @@ class Told:
         told: dict[str, Any] = json.loads(self.get("/state"))
         return told
 
-    def finding(self, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Wait for one."""
+    def until(self, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Wait for a state of the job."""
         end = time.monotonic() + 60
         while True:
-            found = (self.state()["state"] or {}).get("findings", ())
-            for each in found:
-                if true(each):
-                    return dict(each)
-            assert time.monotonic() < end, found
+            state = self.state()["state"]
+            if state is not None and true(state):
+                return dict(state)
+            assert time.monotonic() < end, state
             time.sleep(0.2)
+
+    def finding(self, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Wait for one."""
+        state = self.until(lambda state: any(map(true, state["findings"])))
+        return dict(next(filter(true, state["findings"])))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +112,7 @@ def test_the_late_rank_is_named_and_the_numbers_are_shown(job: tuple[Told, Path]
     told, _ = job
     late = told.finding(lambda each: each["kind"] == "late" and each["ranks"] == [2])
     assert "ranks 0, 1 wait for it" in late["text"]
-    state = told.state()["state"]
+    state = told.until(lambda state: state["samples_per_s"] and state["step_s"])
     assert [each["rank"] for each in state["ranks"]] == [0, 1, 2]
     assert state["step_s"] > 0.03
     assert state["metrics"]["values"]["loss"] == 0.25

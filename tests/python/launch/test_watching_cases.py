@@ -194,7 +194,8 @@ def test_seeded_slow_links_are_named_rightly(tmp_path: Path):
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(mpirun.__file__).parent)])
     # hosts.sh starts it like mpirun: --hostfile FILE -np N.
     watcher.write_text(
-        f"#!/bin/bash\nunset HORORING_TEST_SEED\nexport PYTHONPATH={hororun_jobs.ROOT}:{paths}\nexec {sys.executable} -c "
+        f"#!/bin/bash\nunset HORORING_TEST_SEED\nexport PYTHONPATH={hororun_jobs.ROOT}:{paths}\n"
+        f"exec {sys.executable} -c "
         f"'from test_watching_cases import *; watch_links(\"'$2'\", {seed}, "
         f'"{tmp_path}/rank.py")\'\n'
     )
