@@ -23,8 +23,8 @@ def assert_same(value: Any) -> None:
 
     Parameters
     ----------
-    value : tensor, array, number, text, or any nesting of them in dict, list and tuple
-        For example a gradient, or the ``state_dict()`` of a model.
+    value : tensor, array, float, str, dict, list or tuple
+        Or any nesting of these; for example a gradient, or the ``state_dict()`` of a model.
 
     Raises
     ------
@@ -146,7 +146,7 @@ def raises_on(
     ----------
     ranks : int or iterable of int
         The ranks that must raise.
-    kind : type or tuple of types
+    kind : type or tuple of type
         What they must raise.
     match : str, optional
         A regular expression that must be found in the text of the exception.
