@@ -1,6 +1,7 @@
 """Ranks on a Ray cluster.
 
 `RayExecutor` has the methods of Horovod's executor. `HororingConfig` is the backend for Ray Train.
+`search` runs trials under Ray Tune.
 Both need Ray on this machine, and hororing on all machines of the cluster.
 """
 
@@ -15,16 +16,21 @@ except ImportError as error:
 
 from hororing.ray.executor import RayExecutor
 
-__all__ = ["HororingConfig", "RayExecutor"]
+__all__ = ["HororingConfig", "RayExecutor", "search"]
 
 if TYPE_CHECKING:
     from hororing.ray.train import HororingConfig
+    from hororing.ray.tuning import search
 else:
 
     def __getattr__(name: str) -> object:
-        """`HororingConfig`, loaded on demand: Ray Train needs more packages than Ray itself."""
+        """Names loaded on demand: Ray Train and Ray Tune need more packages than Ray itself."""
         if name == "HororingConfig":
             from hororing.ray.train import HororingConfig
 
             return HororingConfig
+        if name == "search":
+            from hororing.ray.tuning import search
+
+            return search
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

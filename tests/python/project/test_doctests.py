@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[3]
 # Modules whose examples need several ranks, and the tests that run them.
 ELSEWHERE = {
     "hororing.ray.train": "test_ray.py",
+    "hororing.ray.tuning": "test_ray_tune.py",
     "hororing.hororun.function": "test_run.py",
     "hororing.testing.function": "test_ranks_mark.py",
     "hororing.toolkit.stragglers.watch": "test_stragglers.py",
