@@ -123,6 +123,7 @@ typedef struct hr_config {
   int64_t fusion_bytes;    /* maximum size of a fused batch; 0: no fusion */
   double cycle_time_ms;    /* maximum time that requests are held for fusion; < 0: default */
   int32_t cache_capacity;  /* entries of the response cache; 0: none */
+  int64_t verify;          /* every n-th batch of allreduces: results are compared; 0: none */
   int32_t reproducible;    /* same bits in every run */
   const char* fingerprint; /* "knob=value" lines, compared between ranks at init */
   /* Local. */

@@ -130,6 +130,7 @@ namespace {
 EngineConfig EngineConfigFrom(const hr_config& from) {
   EngineConfig config;
   config.fusion_bytes = from.fusion_bytes;
+  config.verify = from.verify;
   if (from.cycle_time_ms >= 0) {
     config.cycle_time_ns = config.nccl_cycle_time_ns = Scaled(from.cycle_time_ms, kMillisecond);
   }

@@ -1,6 +1,7 @@
 #include "engine/batch_runner.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <utility>
 
@@ -85,6 +86,20 @@ void SetWeights(const Work& work, int rank, ReduceSpec* reduce) {
   reduce->postscale *= reduce->prescale;
   reduce->prescale = (*work.weights)[static_cast<size_t>(rank)];
   reduce->weights = work.weights;
+}
+
+// Of the result's bits, and of their order.
+int64_t ChecksumOf(const BatchEntry& entry) {
+  const auto* from = static_cast<const std::byte*>(entry.output);
+  uint64_t sum = 0, word = 0;
+  for (size_t left = entry.bytes(); left > 0; left -= std::min(left, sizeof word)) {
+    word = 0;
+    std::memcpy(&word, from, std::min(left, sizeof word));
+    from += sizeof word;
+    sum = (sum ^ word) * 0x9E3779B97F4A7C15;  // the golden ratio
+    sum ^= sum >> 29;
+  }
+  return static_cast<int64_t>(sum);
 }
 
 std::string NamesOf(const Batch& batch) {
@@ -268,8 +283,13 @@ Status BatchRunner::RunBatch(Communicator& communicator, int64_t bytes) {
         return each->on_device() == batch.on_device && each->Supports(batch);
       });
   Set(Total::kBatchBeganAt, begin);
-  const Status status =
-      (*backend)->Run(batch, After(begin, shared_.config.timeout_ns), shared_.trace);
+  const TimeNs deadline = After(begin, shared_.config.timeout_ns);
+  Status status = (*backend)->Run(batch, deadline, shared_.trace);
+  const bool alike = batch.kind == Collective::kAllreduce && !batch.on_device && !batch.is_adasum();
+  if (shared_.config.verify > 0 && status.ok() && alike && communicator.size() > 1 &&
+      ++communicator.allreduces % shared_.config.verify == 0) {
+    status = Verify(communicator, deadline);
+  }
   const TimeNs end = NowNs();
   Set(Total::kBatchBeganAt, 0);
   Add(Total::kBatches, 1);
@@ -299,6 +319,45 @@ Status BatchRunner::RunBatch(Communicator& communicator, int64_t bytes) {
     shared_.trace.Span(Stage::kComplete, Track::kLoop, NamesOf(batch), end, NowNs());
   }
   return Status::Ok();
+}
+
+Status BatchRunner::Verify(Communicator& communicator, TimeNs deadline) {
+  const auto all = [&](ReduceOp op, std::vector<int64_t>* numbers) {
+    Batch batch;
+    BatchEntry entry;
+    entry.input = entry.output = numbers->data();
+    entry.elements = numbers->size();
+    entry.reduce = {DataType::kInt64, op};
+    batch.entries.push_back(entry);
+    const auto backend =
+        std::find_if(communicator.backends.begin(), communicator.backends.end(),
+                     [&](const auto& each) { return !each->on_device() && each->Supports(batch); });
+    return (*backend)->Run(batch, deadline, shared_.trace);
+  };
+  std::vector<int64_t> own, range;
+  for (const BatchEntry& entry : batch_.entries) own.push_back(ChecksumOf(entry));
+  for (const int64_t sum : own) range.insert(range.end(), {sum, ~sum});  // the minimum, ~maximum
+  HORORING_RETURN_IF_ERROR(all(ReduceOp::kMin, &range));
+  size_t at = 0;
+  while (at < own.size() && range[2 * at] == ~range[2 * at + 1]) ++at;
+  if (at == own.size()) return Status::Ok();
+  std::vector<int64_t> sums(communicator.ranks.size());
+  sums[static_cast<size_t>(communicator.rank)] = own[at];
+  HORORING_RETURN_IF_ERROR(all(ReduceOp::kSum, &sums));
+  std::string text = "verification of allreduce '" + entries_[at]->request.name +
+                     "': ranks have received different sums, by their checksums:";
+  int odd = -1;
+  for (size_t rank = 0; rank < sums.size(); ++rank) {
+    const auto alike = std::count(sums.begin(), sums.end(), sums[rank]);
+    if (2 * static_cast<size_t>(alike) > sums.size()) continue;
+    text += (odd < 0 ? " rank " : ", ") + std::to_string(communicator.ranks[rank]);
+    if (odd < 0) odd = communicator.ranks[rank];
+  }
+  return Status(Code::kTransport,
+                text +
+                    " unlike most. A memory error, of that host or on the way? Or the script "
+                    "changes a tensor that is being reduced",
+                odd);
 }
 
 // Completes the entries of a batch. The caller may start a persistent entry again at once, so it is

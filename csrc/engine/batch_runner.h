@@ -32,7 +32,8 @@ struct Communicator {
   std::vector<int> ranks;                // members, by their ranks in the job
   std::unique_ptr<Transport> transport;  // null: the engine's own
   std::vector<std::unique_ptr<Backend>> backends;
-  int rank = 0;  // this rank's index in `ranks`
+  int rank = 0;            // this rank's index in `ranks`
+  int64_t allreduces = 0;  // batches of the host, of which every n-th is verified
 
   int size() const { return static_cast<int>(ranks.size()); }
 };
@@ -78,6 +79,8 @@ class BatchRunner {
   Status Allocate(const Work& work);
   int64_t Fill(const std::vector<size_t>& items, const Communicator& communicator);
   Status RunBatch(Communicator& communicator, int64_t bytes);
+  // Compares the results of the batch with those of the other ranks.
+  Status Verify(Communicator& communicator, TimeNs deadline);
   void Complete();
 
   Shared& shared_;

@@ -24,6 +24,7 @@ namespace hororing {
 struct EngineConfig {
   // Visible to other ranks.
   int64_t fusion_bytes = 64 << 20;
+  int64_t verify = 0;  // every n-th batch of allreduces is; 0: none
   TimeNs cycle_time_ns = kMillisecond;
   // The cycle time once NCCL reduces tensors. Other batches occupy the loop while tensors gather
   // for the next one. NCCL's run on the device: the loop would start a small one each millisecond.

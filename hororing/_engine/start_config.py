@@ -73,6 +73,7 @@ def engine_config(
         c_config.address = text(networks.tcp_address(environment.variables()))
     c_config.fabric = text(networks.fast(environment.variables()))
     c_config.fusion_bytes = settings["FUSION_BYTES"]
+    c_config.verify = settings["VERIFY"]
     cycle_time_ms = settings["CYCLE_TIME_MS"]
     c_config.cycle_time_ms = -1 if cycle_time_ms is None else cycle_time_ms
     c_config.cache_capacity = settings["CACHE_CAPACITY"]

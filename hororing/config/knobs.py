@@ -224,6 +224,15 @@ KNOBS: tuple[Knob, ...] = (
         scope="all",
     ),
     Knob(
+        "VERIFY",
+        _COUNT,
+        0,
+        "of every n-th batch of allreduces, all ranks compare a checksum of the result; a "
+        "difference ends the job with TransportError, which names the tensor and the ranks; not "
+        "on GPUs, with Adasum and for small blocking sums on one host; 0: of none",
+        scope="all",
+    ),
+    Knob(
         "STALL_WARNING_S",
         _SECONDS,
         60.0,

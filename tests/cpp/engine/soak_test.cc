@@ -197,6 +197,7 @@ EngineConfig Config(int capacity) {
   EngineConfig config;
   config.cache_capacity = capacity;
   config.fusion_bytes = 2048;
+  config.verify = 5;
   return config;
 }
 
