@@ -71,6 +71,9 @@ class Source(Protocol):
     def replaced(self) -> Sequence[str]:
         """Return the parameters of the model that are not those of its optimizer."""
 
+    def keep(self, finding: Finding | NonFinite) -> None:
+        """Write what the step has computed with, if the script wants that; on a rank concerned."""
+
     def excluded(self) -> Mapping[str, Sequence[str]]:
         """Return what is not compared, by reason."""
 
@@ -115,6 +118,11 @@ class Watch:
         self.send_digests(reductions)
         self.send_flags()
 
+    def is_due(self, steps: int) -> bool:
+        """Whether replicas are to be compared after so many steps."""
+        every = self.options.every
+        return bool(every and steps and (steps == 1 or steps % every == 0))
+
     def send_digests(self, reductions: int) -> None:
         """Send the digests of replicas, if they are due. Does not block."""
         if self._era != state.process.era:
@@ -123,9 +131,8 @@ class Watch:
             self._before = self._counts["steps"]
             self.source.begin()
         count = reductions - self._first
-        every = self.options.every
         self._counts["steps"] = self._before + count
-        if every and count and (count == 1 or count % every == 0):
+        if self.is_due(count):
             self.start(self._counts["steps"])
 
     def receive(self) -> None:
@@ -373,6 +380,8 @@ class Watch:
         self.findings.append(finding)
         del self.findings[:-_KEPT]
         self._counts[finding.kind] += 1
+        if not finding.ranks or hvd.rank() in finding.ranks:
+            self.source.keep(finding)
         text = str(finding)
         if timeline.enabled():
             timeline.trace_guard(text)

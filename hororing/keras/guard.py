@@ -55,6 +55,9 @@ class _Variables:
         """See `hororing.guard.watch.Source`: Keras' optimizers refuse other variables."""
         return ()
 
+    def keep(self, finding: object) -> None:
+        """Do nothing: there are no snapshots."""
+
     def excluded(self) -> Mapping[str, Sequence[str]]:
         """See `hororing.guard.watch.Source`."""
         return self._excluded

@@ -9,6 +9,7 @@ The half of `hororing.guard` that knows torch. A guard hears of steps in one of 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -24,6 +25,7 @@ from hororing.torch._optimizer.distributed import Distributed
 from hororing.torch._optimizer.step import queue_callback
 from hororing.torch.finite import Finite
 from hororing.torch.guarded_tensors import Tensors
+from hororing.torch.snapshot import Snapshot
 
 _guards: weakref.WeakKeyDictionary[torch.optim.Optimizer, Guard] = weakref.WeakKeyDictionary()
 
@@ -65,6 +67,9 @@ class Guard:
         `torch.amp.GradScaler`, which skips such steps itself, only at scales of 1 or less.
     max_skips : int
         FloatingPointError on all ranks after so many skipped steps in a row.
+    snapshot : path or None
+        A folder. A rank that something was found on writes the model, the random states and what
+        the script has passed to `batch`, at most three times: see `hororing.torch.snapshot`.
 
     Raises
     ------
@@ -87,6 +92,7 @@ class Guard:
         ignore: Iterable[str] = (),
         on_nonfinite: str | None = "warn",
         max_skips: int = 10,
+        snapshot: str | os.PathLike[str] | None = None,
     ) -> None:
         if model is not None and not isinstance(model, torch.nn.Module):
             raise TypeError(f"Guard: model must be a Module, not {type(model).__name__}")
@@ -103,6 +109,8 @@ class Guard:
             max_skips=max_skips,
         )
         self._begin(model, optimizer, options, by_environment=False)
+        if snapshot is not None:
+            self._source.snapshot = Snapshot(snapshot, self._source.model)
 
     def _begin(
         self,
@@ -163,6 +171,14 @@ class Guard:
         self._handles.append(optimizer.register_step_pre_hook(before))
 
         self._handles.append(optimizer.register_step_post_hook(after))
+
+    def batch(self, index: int, *inputs: Any) -> None:
+        """Note the batch that the next step computes with, for a snapshot. Does not copy it.
+
+        >>> guard.batch(number, images, labels)  # before the forward pass
+        """
+        if self._source.snapshot is not None:
+            self._source.snapshot.note(index, inputs)
 
     def close(self) -> None:
         """End it. All ranks must do so after the same step."""

@@ -11,10 +11,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hororing._adapters.replica_check import Digest, digest
+from hororing._engine.state import rank
 from hororing.guard.comparison import Bytes, Item
+from hororing.guard.findings import Finding, NonFinite
 from hororing.torch._optimizer import grad_scaler
 from hororing.torch._optimizer.digests import digests
 from hororing.torch.finite import Finite
+from hororing.torch.snapshot import Snapshot
 
 _STEPS: Final = "steps taken"
 
@@ -28,12 +31,13 @@ class Tensors:
     )
 
     def __init__(self, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
-        self._model: Callable[[], torch.nn.Module | None] = (
+        self.model: Callable[[], torch.nn.Module | None] = (
             (lambda: None) if model is None else weakref.ref(model)
         )
         self.optimizer = weakref.ref(optimizer)
         self.steps = 0  # of this rank, since `begin`
         self.finite: Finite | None = None  # what looks at gradients
+        self.snapshot: Snapshot | None = None
         self._excluded: dict[str, list[str]] = {}
         self._held: dict[str, tuple[str, Any]] = {}  # by name: its kind, and the tensor or number
 
@@ -43,7 +47,7 @@ class Tensors:
 
     def names(self) -> dict[torch.Tensor, str]:
         """Return the names of all parameters: those of the model, or of its optimizer."""
-        model, optimizer = self._model(), self.optimizer()
+        model, optimizer = self.model(), self.optimizer()
         assert optimizer is not None
         names: dict[torch.Tensor, str] = {}
         if model is not None:
@@ -91,7 +95,7 @@ class Tensors:
         yield "setting", _STEPS, self.steps
 
     def _buffers(self) -> Iterator[tuple[str, str, Any]]:
-        model = self._model()
+        model = self.model()
         for path, module in () if model is None else plain(model).named_modules():
             for key, buffer in module.named_buffers(recurse=False):
                 name = f"{path}.{key}" if path else key
@@ -185,7 +189,7 @@ class Tensors:
 
     def replaced(self) -> Sequence[str]:
         """See `hororing.guard.watch.Source`."""
-        model, optimizer = self._model(), self.optimizer()
+        model, optimizer = self.model(), self.optimizer()
         known: Mapping[torch.Tensor, str] = getattr(optimizer, "_parameter_names", {})
         if model is None:
             return []
@@ -197,6 +201,11 @@ class Tensors:
             for param, name in known.items()
             if name in current and current[name] is not param and current[name] not in mine
         )
+
+    def keep(self, finding: Finding | NonFinite) -> None:
+        """See `hororing.guard.watch.Source`."""
+        if self.snapshot is not None:
+            self.snapshot.write(str(finding), finding.step, rank())
 
     def excluded(self) -> Mapping[str, Sequence[str]]:
         """See `hororing.guard.watch.Source`."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from torch import nn
 import hororing.torch as hvd
 from hororing.guard import options as guard_options
 from hororing.torch import guard as of_torch
+from hororing.torch import snapshot
 
 EVERY = 4
 
@@ -60,7 +63,8 @@ class Training:
     def guard(self, **options: Any) -> hvd.Guard:
         self.found: list[Any] = []
         options.setdefault("on_divergence", self.found.append)
-        return hvd.Guard(self.model, self.optimizer, **{"every": EVERY, **options})
+        self._guard = hvd.Guard(self.model, self.optimizer, **{"every": EVERY, **options})
+        return self._guard
 
     def step(self, count: int = 1, *, takes: bool = True, passes: int = 1) -> None:
         for _ in range(count):
@@ -234,6 +238,53 @@ def case_a_step_left_out_is_named() -> None:
     assert taken.values == [8, 7]
 
 
+def case_first_values_of_each_rank_are_named() -> None:
+    training = Training()
+    torch.manual_seed(hvd.rank())  # such as a seed in the script's init
+    training.model.scale.copy_(torch.randn(3))
+    training.optimizer.state.clear()
+    with torch.no_grad():
+        training.model.first.weight.normal_()
+    training.guard()
+    training.optimizer._reducer.check.is_off = True  # which compares parameters in the first step
+    training.step(2)
+    (finding,) = training.found
+    assert str(finding).startswith(
+        "replicas differ at step 1 (never equal): first.weight has 3 values on 3 ranks: rank 0; "
+    )
+    assert "Likely: the first values were not sent to all ranks: call hvd.broadcast_param" in str(
+        finding
+    )
+
+
+def case_a_state_loaded_by_one_rank_is_named() -> None:
+    training = Training()
+    guard = training.guard()
+    training.step(2)
+    saved = {name: value.clone() for name, value in training.model.state_dict().items()}
+    training.step(EVERY - 2)
+    if hvd.rank() == 0:
+        training.model.load_state_dict(saved)
+    training.step()
+    (finding,) = training.found
+    assert finding.ranks == [0]
+    assert finding.last_equal == 1
+    assert "load_state_dict or another assignment on some ranks only" in str(finding)
+    assert guard.report()["findings"][0]["ranks"] == [0]
+
+
+def case_an_average_that_lives_on_one_rank_is_no_difference() -> None:
+    training = Training()
+    training.guard(every=1, on_divergence="error")
+    averaged = None
+    if hvd.rank() == 0:
+        averaged = torch.optim.swa_utils.AveragedModel(training.model)
+    for _ in range(4):
+        training.step()
+        if averaged is not None:
+            averaged.update_parameters(training.model)
+
+
 def case_a_replaced_parameter_is_named() -> None:
     training = Training()
     training.guard()
@@ -379,6 +430,33 @@ def case_nan_in_sparse_rows() -> None:
             loss.backward()
             optimizer.step()
     assert len(guard.report()["findings"]) == 1
+
+
+def case_a_snapshot_takes_the_step_again() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        training = Training()
+        bad = Bad(training.model.first.bias)
+        training.guard(on_nonfinite="error", snapshot=Path(folder, "kept"))
+        torch.manual_seed(hvd.rank())
+        for number in range(3):
+            training.optimizer.zero_grad()
+            inputs = torch.randn(4, 5)
+            training._guard.batch(number, inputs)
+            loss = training.model(inputs).square().mean()  # with dropout
+            bad.armed = number == 2 and hvd.rank() == 1
+            if number < 2:
+                loss.backward()
+                training.optimizer.step()
+        with pytest.raises(FloatingPointError):
+            loss.backward()
+        if hvd.rank() != 1:
+            assert not Path(folder, "kept").exists()
+            return
+        again = Model()  # which uses random numbers
+        kept = snapshot.restore(Path(folder, "kept", "step3-rank1.pt"))
+        again.load_state_dict(kept["model"])
+        assert kept["batch"] == 2
+        assert again(*kept["inputs"]).square().mean() == loss
 
 
 def case_many_skips_in_a_row_are_an_error() -> None:
