@@ -10,6 +10,7 @@ from keras import ops
 
 from hororing._adapters import fit_callbacks
 from hororing._engine.state import size
+from hororing.guard.options import from_environment
 from hororing.keras.backends import backend
 from hororing.keras.distributed import WRONG_ORDER, Distributed
 from hororing.keras.guard import GuardCallback
@@ -22,10 +23,14 @@ class BroadcastGlobalVariablesCallback(fit_callbacks.Broadcast, keras.callbacks.
     Also raises ValueError for a LossScaleOptimizer around a distributed optimizer, and for XLA
     (``jit_compile=True``) on TensorFlow.
 
+    With HORORING_GUARD it also does what `GuardCallback` does.
+
     >>> optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     >>> model.compile(optimizer, loss="mse")
     >>> model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     """
+
+    _guard: GuardCallback | None = None  # of HORORING_GUARD
 
     def set_model(self, model: Any) -> None:
         """Check how the model was compiled."""
@@ -36,6 +41,27 @@ class BroadcastGlobalVariablesCallback(fit_callbacks.Broadcast, keras.callbacks.
             raise ValueError(WRONG_ORDER)
         if size() > 1:
             backend().prepare(model)
+        if self._guard is None and (options := from_environment()) is not None:
+            self._guard = GuardCallback(**vars(options))
+        if self._guard is not None:
+            self._guard.set_model(model)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """See `fit_callbacks.Broadcast`."""
+        super().on_train_begin(logs)
+        if self._guard is not None:
+            self._guard.on_train_begin(logs)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Tell the guard of HORORING_GUARD."""
+        if self._guard is not None:
+            self._guard.on_epoch_begin(epoch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """See `fit_callbacks.Broadcast`."""
+        super().on_train_batch_end(batch, logs)
+        if self._guard is not None:
+            self._guard.on_train_batch_end(batch, logs)
 
     def _states(self, optimizer: Any) -> Sequence[Any]:
         return () if optimizer is None else optimizer.variables

@@ -19,6 +19,7 @@ from hororing._api.exports import *  # noqa: F403
 from hororing.tensorflow import elastic, state, topology, util, verbs
 from hororing.tensorflow import mpi_ops as mpi_ops
 from hororing.tensorflow.compression import Compression
+from hororing.tensorflow.guard import Guard
 from hororing.tensorflow.optimizer import DistributedOptimizer
 from hororing.tensorflow.state import *  # noqa: F403
 from hororing.tensorflow.sync_batch_norm import SyncBatchNormalization
@@ -32,6 +33,7 @@ __all__ = [
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "Guard",
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",
     "elastic",

@@ -17,7 +17,10 @@ import tensorflow as tf
 from hororing._adapters.replica_check import Digest, ReplicaCheck, digest, may_differ
 from hororing._engine import state
 from hororing._requests.process_sets import ProcessSet
+from hororing.guard import Watch
+from hororing.guard.options import from_environment
 from hororing.tensorflow.gradients import unique_names
+from hororing.tensorflow.guard import watch_of
 
 _REMEDY: Final = (
     "Call hvd.broadcast_variables(model.variables, root_rank=0) before the first step or after it, "
@@ -33,6 +36,8 @@ class _Check(ReplicaCheck):
     def __init__(self, process_set: ProcessSet) -> None:
         super().__init__("DistributedGradientTape", process_set, _REMEDY)
         self.in_python = 0
+        self.options = from_environment()  # of its guard
+        self.watch: Watch | None = None
         with tf.init_scope(), tf.device("CPU:0"):
             self.in_graphs = tf.Variable(0, trainable=False, dtype=tf.int64)
         _living.add(self)
@@ -42,6 +47,16 @@ class _Check(ReplicaCheck):
         self.in_python = 0
         with tf.init_scope():
             self.in_graphs.assign(0)
+
+    def look(self, variables: Sequence[tf.Variable], begun: int) -> None:
+        """Compare the variables in the reduction of this number, if that is due. Blocks."""
+        if begun == 2 and may_differ(self._process_set):
+            self.run(variables)
+        if self.options is not None:
+            if self.watch is None:
+                self.watch = watch_of(variables, self.options, self._process_set)
+            if self.watch.is_due(begun - 1):
+                self.watch.check(begun - 1)
 
     def run(self, variables: Sequence[tf.Variable]) -> None:
         """Compare the variables now. Blocks."""
@@ -65,7 +80,9 @@ state.at_era(_restart)
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def compare(sources: Sequence[Any], process_set: ProcessSet) -> None:
     """Compare the variables among `sources`, if that is due. In a graph, add the operations."""
-    if not may_differ(process_set) or not tf.compat.v1.executing_eagerly_outside_functions():
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        return
+    if not may_differ(process_set) and (len(process_set.ranks) < 2 or from_environment() is None):
         return
     variables = [each for each in map(_variable, sources) if each is not None]
     if not variables:
@@ -77,15 +94,19 @@ def compare(sources: Sequence[Any], process_set: ProcessSet) -> None:
     check = checks[key]
     if tf.executing_eagerly():
         check.in_python += 1
-        if check.in_python == 2:
-            check.run(variables)
+        check.look(variables, check.in_python)
         return
+    begun = check.in_graphs.assign_add(1)
 
     def now() -> tf.Tensor:
-        with tf.control_dependencies([tf.py_function(lambda: check.run(variables), [], [])]):
+        look = tf.py_function(lambda count: check.look(variables, int(count)), [begun], [])
+        with tf.control_dependencies([look]):
             return tf.constant(0)
 
-    tf.cond(tf.equal(check.in_graphs.assign_add(1), 2), now, lambda: tf.constant(0))
+    due = tf.equal(begun, 2)
+    if check.options is not None and check.options.every:
+        due |= (begun > 1) & tf.equal((begun - 1) % check.options.every, 0)
+    tf.cond(due, now, lambda: tf.constant(0))
 
 
 def _variable(source: Any) -> tf.Variable | None:

@@ -23,6 +23,8 @@ import hororing.tensorflow as hvd
 from hororing import errors
 from hororing._adapters import replica_check
 from hororing._requests import handles
+from hororing.guard import options as guard_options
+from hororing.tensorflow import replicas
 
 SHAPES = [(3, 4), (4,), (), (2, 1, 3)]
 
@@ -385,6 +387,34 @@ def case_variables_that_were_not_broadcast_are_an_error_in_the_second_step() -> 
         told = r"(?s)1 of 2 parameters.*'w' \(rank 0: .*call hvd\.broadcast_variables|Call hvd\.b"
         with pytest.raises((errors.MismatchError, tf.errors.OpError), match=told):
             run()
+
+
+def case_a_guard_names_a_variable_that_differs() -> None:
+    sources, last = variables(), hvd.size() - 1
+    guard = hvd.Guard(sources, every=2)
+    for _ in range(3):
+        guard.step()
+    if hvd.size() == 1:
+        return
+    assert guard.report()["last_equal"] == 2
+    if hvd.rank() == last:
+        sources[0][1, 2].assign(0.5)
+    with pytest.raises(errors.MismatchError, match=r"at step 4 \(last equal at 2\): .*\[1, 2\]"):
+        guard.step()
+    # By the environment, in a graph: the tape's sources.
+    sources, chosen = variables(), guard_options.parse("every=2,on_divergence=error")
+
+    @tf.function
+    def step() -> None:
+        gradients_by(hvd.DistributedGradientTape, sources)
+
+    with mock.patch.object(replicas, "from_environment", return_value=chosen):
+        for _ in range(4):  # compares in the second and third
+            step()
+        if hvd.rank() == last:
+            sources[0][1, 2].assign(0.5)
+        with pytest.raises((errors.MismatchError, tf.errors.OpError), match="at step 4"):
+            step()
 
 
 def case_wrong_arguments_are_told() -> None:
