@@ -16,7 +16,8 @@
 //   4. All pipelines of a set divide slots alike (SlotGeometry). After every collective, `packed`
 //      and `consumed` of all ranks equal the number of the next block.
 //   5. Messages between two ranks within a batch have one order, independent of arrival.
-//   6. A rank that cannot proceed waits for one peer per counter, notes which (SlotCounter::awaits),
+//   6. A rank that cannot proceed waits for one peer per counter, notes which
+//   (SlotCounter::awaits),
 //      and is rung by that one only. All ranks ringing all would cost n^2 thread switches a stage.
 #pragma once
 
@@ -66,7 +67,7 @@ struct HostGroup {
   std::vector<int> slots;  // of this host's members: their ranks in its segment
   // The other members of the host, in the order in which this one looks for a rank to wait for.
   std::vector<int> others;
-  int group_rank = 0;      // of this rank, in the set
+  int group_rank = 0;  // of this rank, in the set
   int host = 0;
   int local = 0;  // its rank among the members of its host
 };

@@ -257,7 +257,11 @@ HR_EXPORT int hr_init(const hr_config* config) try {
   std::shared_ptr<AskingBootstrap> asking;
   if (config->size > 0) asking = std::make_shared<AskingBootstrap>(config->rank, config->size);
   world.bootstrap = asking.get();
-  const auto make = [world, asking](World* made) { return MakeWorld(world, made); };
+  const auto make = [world, asking](World* made) {
+    const Status status = MakeWorld(world, made);
+    if (asking != nullptr) asking->Close();
+    return status;
+  };
   std::shared_ptr<Engine> engine = Engine::Begin(engine_config, make, process.handles);
   {
     std::lock_guard<std::mutex> lock(process.mutex);
@@ -282,14 +286,9 @@ HR_EXPORT int hr_init_wait(double timeout_s) try {
   }
   if (starting == nullptr) return CurrentEngine() != nullptr ? HR_OK : Remember(NotInitialized());
   const TimeNs end = After(NowNs(), Scaled(timeout_s, kSecond));
+  if (asking != nullptr && asking->AwaitQuestion(end - NowNs(), &asked)) return HR_ASKS;
   Status status;
-  for (TimeNs left = end - NowNs();; left = end - NowNs()) {
-    if (asking != nullptr && asking->Asked(&asked)) return HR_ASKS;
-    if (starting->AwaitStart(asking == nullptr ? left : std::min(left, kMillisecond), &status)) {
-      break;
-    }
-    if (left <= 0 || asking == nullptr) return HR_PENDING;
-  }
+  if (!starting->AwaitStart(std::max<TimeNs>(end - NowNs(), 0), &status)) return HR_PENDING;
   if (!status.ok()) {
     hr_abort("init had failed");
     return Remember(status);

@@ -15,7 +15,7 @@ Status TransportBootstrap::Share(const std::string& mine, TimeNs deadline,
   own.bytes = mine.size();
   mine.copy(own.text, sizeof own.text);
   const auto beginning = [&](int of) { return beginnings[static_cast<size_t>(of)].place(); };
-  HORORING_RETURN_IF_ERROR(AroundRing(beginning, deadline));
+  HORORING_RETURN_IF_ERROR(Gather(beginning, deadline));
   texts->clear();
   bool more = false;
   for (const Beginning& each : beginnings) {
@@ -29,19 +29,26 @@ Status TransportBootstrap::Share(const std::string& mine, TimeNs deadline,
     std::string& text = (*texts)[static_cast<size_t>(of)];
     return Place{text.data(), text.size()};
   };
-  return AroundRing(whole, deadline);
+  return Gather(whole, deadline);
 }
 
-// Sends this rank's place and those that arrive around a ring, until all ranks have all of them.
-Status TransportBootstrap::AroundRing(const std::function<Place(int)>& place, TimeNs deadline) {
-  const int next = (rank() + 1) % size(), previous = (rank() + size() - 1) % size();
-  for (int step = 0; step < size() - 1; ++step) {
-    const Place out = place((rank() + size() - step) % size());
-    const Place in = place((previous + size() - step) % size());
-    HORORING_RETURN_IF_ERROR(
-        SendReceive(transport_, next, out.data, out.bytes, previous, in.data, in.bytes, deadline));
+// Doubles the number of places that each rank has, from its own on, until all have all.
+Status TransportBootstrap::Gather(const std::function<Place(int)>& place, TimeNs deadline) {
+  Status status;
+  for (int have = 1; have < size() && status.ok(); have *= 2) {
+    const int next = (rank() + have) % size(), previous = (rank() + size() - have) % size();
+    std::vector<Transport::Request> requests;
+    for (int i = 0; i < std::min(have, size() - have); ++i) {
+      const Place out = place((rank() + i) % size()), in = place((next + i) % size());
+      requests.push_back(transport_.Receive(next, in.data, in.bytes));
+      requests.push_back(transport_.Send(previous, out.data, out.bytes));
+    }
+    for (const Transport::Request request : requests) {
+      const Status done = transport_.Wait(request, deadline);
+      if (status.ok()) status = done;
+    }
   }
-  return Status::Ok();
+  return status;
 }
 
 Status AskingBootstrap::Share(const std::string& mine, TimeNs deadline,
@@ -50,8 +57,9 @@ Status AskingBootstrap::Share(const std::string& mine, TimeNs deadline,
   HORORING_RETURN_IF_ERROR(answer_);
   mine_ = mine;
   asked_ = true;
+  changed_.notify_all();
   const TimeNs left = std::max<TimeNs>(0, std::min(deadline - NowNs(), 1000 * 3600 * kSecond));
-  if (!answered_.wait_for(lock, std::chrono::nanoseconds(left), [this] { return !asked_; })) {
+  if (!changed_.wait_for(lock, std::chrono::nanoseconds(left), [this] { return !asked_; })) {
     asked_ = false;
     answer_ = Status(Code::kTransport,
                      "init: not all ranks of the job have called it in time (HORORING_TIMEOUT_S "
@@ -61,8 +69,18 @@ Status AskingBootstrap::Share(const std::string& mine, TimeNs deadline,
   return answer_;
 }
 
-bool AskingBootstrap::Asked(std::string* mine) {
-  std::lock_guard<std::mutex> lock(mutex_);
+void AskingBootstrap::Close() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = true;
+  }
+  changed_.notify_all();
+}
+
+bool AskingBootstrap::AwaitQuestion(TimeNs timeout_ns, std::string* mine) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
+                    [this] { return asked_ || closed_; });
   if (asked_) *mine = mine_;
   return asked_;
 }
@@ -74,7 +92,7 @@ void AskingBootstrap::Answer(Status status, std::vector<std::string> texts) {
     texts_ = std::move(texts);
     asked_ = false;
   }
-  answered_.notify_all();
+  changed_.notify_all();
 }
 
 }  // namespace hororing

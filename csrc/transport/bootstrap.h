@@ -27,7 +27,7 @@ class Bootstrap {
   virtual Status CheckPeers() { return Status::Ok(); }
 };
 
-// Over an existing transport, around a ring. Texts of any bytes and length.
+// Over an existing transport, in log2(size) rounds. Texts of any bytes and length.
 class TransportBootstrap final : public Bootstrap {
  public:
   explicit TransportBootstrap(Transport* transport) : transport_(*transport) {}
@@ -48,13 +48,13 @@ class TransportBootstrap final : public Bootstrap {
   };
 
  private:
-  Status AroundRing(const std::function<Place(int)>& place, TimeNs deadline);
+  Status Gather(const std::function<Place(int)>& place, TimeNs deadline);
 
   Transport& transport_;
 };
 
-// Exchanges texts through another thread, which can reach the other ranks. That thread polls Asked
-// and calls Answer. Share fails when the thread stops doing so.
+// Exchanges texts through another thread, which can reach the other ranks. That thread calls
+// AwaitQuestion and Answer in turns. Share fails at its deadline when the thread stops doing so.
 class AskingBootstrap final : public Bootstrap {
  public:
   AskingBootstrap(int rank, int size) : rank_(rank), size_(size) {}
@@ -62,15 +62,19 @@ class AskingBootstrap final : public Bootstrap {
   int size() const override { return size_; }
   Status Share(const std::string& mine, TimeNs deadline, std::vector<std::string>* texts) override;
 
-  // For the other thread. Returns true if this rank's text is to be shared.
-  bool Asked(std::string* mine);
+  // There will be no more questions.
+  void Close();
+
+  // For the other thread. True if this rank's text is to be shared; false after Close, or if there
+  // was no question in time.
+  bool AwaitQuestion(TimeNs timeout_ns, std::string* mine);
   void Answer(Status status, std::vector<std::string> texts);
 
  private:
   const int rank_, size_;
   std::mutex mutex_;
-  std::condition_variable answered_;
-  bool asked_ = false;  // GUARDED_BY(mutex_), as all below
+  std::condition_variable changed_;
+  bool asked_ = false, closed_ = false;  // GUARDED_BY(mutex_), as all below
   std::string mine_;
   Status answer_;                   // of the answer; the first error stays
   std::vector<std::string> texts_;  // the answer

@@ -51,6 +51,9 @@ struct alignas(kCacheLine) RankState {
   // runs its loop. They tell wakers which threads to wake, and save the system call if there are
   // none.
   std::atomic<uint32_t> sleepers{0};
+  // Bit n: the pipes with a peer of a number n, modulo 64, have changed. Set before the doorbell is
+  // rung, and cleared by this rank before it looks at those pipes.
+  std::atomic<uint64_t> changed{0};
   // Set by a peer that has failed or found a dead one, before it rings: check all peers now.
   std::atomic<uint32_t> alarm{0};
   // Set by a peer that has found the process of this rank dead, and the rank attached.
@@ -70,7 +73,8 @@ struct alignas(kCacheLine) RankState {
 // A one-way byte stream between two ranks: one writer process, one reader process.
 struct alignas(kCacheLine) Pipe {
   alignas(kCacheLine) std::atomic<uint64_t> written{0};  // by the source
-  alignas(kCacheLine) std::atomic<uint64_t> read{0};     // by the destination
+  std::atomic<uint32_t> full{0};  // by the source: it waits for room, so a reader rings it
+  alignas(kCacheLine) std::atomic<uint64_t> read{0};  // by the destination
 };
 
 class ShmSegment {

@@ -21,8 +21,11 @@ constexpr TimeNs kIdleCheckInterval = 500 * kMillisecond;
 size_t Write(Pipe& pipe, std::byte* ring, size_t capacity, const std::byte* data, size_t bytes,
              SharedWriter& writer) {
   const uint64_t written = pipe.written.load(std::memory_order_relaxed);
-  const uint64_t read = pipe.read.load(std::memory_order_acquire);
-  bytes = std::min(bytes, capacity - static_cast<size_t>(written - read));
+  const auto room = [&] { return capacity - static_cast<size_t>(written - pipe.read.load()); };
+  const bool full = room() < bytes;
+  if (full != (pipe.full.load(std::memory_order_relaxed) != 0)) pipe.full.store(full ? 1 : 0);
+  // Read it again: the reader rings only if it has seen that the pipe is full.
+  bytes = std::min(bytes, room());
   if (bytes == 0) return 0;
   const size_t at = static_cast<size_t>(written) & (capacity - 1);
   const size_t first = std::min(bytes, capacity - at);
@@ -42,7 +45,7 @@ size_t Read(Pipe& pipe, const std::byte* ring, size_t capacity, std::byte* data,
   const size_t first = std::min(bytes, capacity - at);
   CopyBytes(data, ring + at, first);
   if (bytes > first) CopyBytes(data + first, ring, bytes - first);
-  pipe.read.store(read + bytes, std::memory_order_release);
+  pipe.read.store(read + bytes);  // sequentially consistent, as `full` is in Write
   return bytes;
 }
 
@@ -120,6 +123,12 @@ void ShmTransport::Ring(int peer, bool parked_too) {
   syscall(SYS_futex, &state.doorbell, FUTEX_WAKE_BITSET | scope, INT_MAX, nullptr, nullptr, whom);
 }
 
+// After a change of a pipe that the peer reads or writes.
+void ShmTransport::RingForPipe(int peer) {
+  segment_->rank_state(peer).changed.fetch_or(uint64_t{1} << (rank_ % 64));
+  Ring(peer);
+}
+
 // Whether to check the peers: at intervals, and at once if one of them has sounded the alarm.
 bool ShmTransport::CheckIsDue(TimeNs now, TimeNs interval, TimeNs* check_ns) {
   const bool alarm = self_.alarm.load() != 0 && self_.alarm.exchange(0) != 0;
@@ -178,13 +187,12 @@ bool ShmTransport::Flush(TimeNs deadline) {
 }
 
 bool ShmTransport::Progress() {
-  // A rank that changes a pipe rings afterwards. This rank's own posts are tried at once.
-  const uint32_t epoch = Epoch();
-  if (epoch == progress_epoch_) return false;
-  progress_epoch_ = epoch;
+  // A rank that changes a pipe says so. This rank's own posts are tried at once.
+  if (self_.changed.load() == 0) return false;
+  const uint64_t changed = self_.changed.exchange(0);
   bool moved = false;
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
+    if (peer == rank_ || (changed >> (peer % 64) & 1) == 0) continue;
     const bool sent = Push(peer), received = Pull(peer);
     data_moved_ |= sent || received;
     moved |= sent || received;
@@ -196,7 +204,7 @@ bool ShmTransport::Progress() {
 
 // Moves as much of the open transfers as fits. move(data, bytes) returns how many it has moved.
 template <typename Move>
-bool ShmTransport::MoveOpen(int peer, Transfers& transfers, const Move& move) {
+bool ShmTransport::MoveOpen(Transfers& transfers, const Move& move) {
   // A transfer rings at least this often, so that both sides copy at the same time.
   const size_t grain = std::max<size_t>(segment_->geometry().data_pipe_bytes / 4, 1);
   bool moved = false;
@@ -207,7 +215,6 @@ bool ShmTransport::MoveOpen(int peer, Transfers& transfers, const Move& move) {
       if (bytes == 0) return moved;
       transfer.data += bytes;
       transfer.left -= bytes;
-      Ring(peer);
       moved = true;
     }
     transfers.FinishFirst();
@@ -220,19 +227,22 @@ bool ShmTransport::Push(int peer) {
   Pipe& pipe = segment_->data_pipe(rank_, peer);
   std::byte* const ring = segment_->data_pipe_data(rank_, peer);
   const size_t capacity = segment_->geometry().data_pipe_bytes;
-  return MoveOpen(peer, peers_[static_cast<size_t>(peer)].sends,
-                  [&](std::byte* data, size_t bytes) {
-                    return Write(pipe, ring, capacity, data, bytes, to_pipes_);
-                  });
+  return MoveOpen(peers_[static_cast<size_t>(peer)].sends, [&](std::byte* data, size_t bytes) {
+    bytes = Write(pipe, ring, capacity, data, bytes, to_pipes_);
+    if (bytes > 0) RingForPipe(peer);
+    return bytes;
+  });
 }
 
 bool ShmTransport::Pull(int peer) {
   Pipe& pipe = segment_->data_pipe(peer, rank_);
   const std::byte* const ring = segment_->data_pipe_data(peer, rank_);
   const size_t capacity = segment_->geometry().data_pipe_bytes;
-  return MoveOpen(
-      peer, peers_[static_cast<size_t>(peer)].receives,
-      [&](std::byte* data, size_t bytes) { return Read(pipe, ring, capacity, data, bytes); });
+  return MoveOpen(peers_[static_cast<size_t>(peer)].receives, [&](std::byte* data, size_t bytes) {
+    bytes = Read(pipe, ring, capacity, data, bytes);
+    if (bytes > 0 && pipe.full.load() != 0) RingForPipe(peer);
+    return bytes;
+  });
 }
 
 bool ShmTransport::PushControl(int peer) {
@@ -252,7 +262,7 @@ bool ShmTransport::PushControl(int peer) {
     state.outbox.pop_front();
     state.outbox_offset = 0;
   }
-  if (moved) Ring(peer);
+  if (moved) RingForPipe(peer);
   return moved;
 }
 
@@ -277,7 +287,7 @@ bool ShmTransport::PullControl(int peer) {
     received_.emplace_back(peer, std::exchange(state.inbox, {}));
     state.inbox_offset = 0;
   }
-  if (moved) Ring(peer);
+  if (moved && pipe.full.load() != 0) RingForPipe(peer);
   return moved;
 }
 

@@ -3,7 +3,8 @@
 // ("inproc"), so that the sanitizers see the code that users run.
 //
 // All ranks of a world must attach before any of them waits for another one, because a rank's death
-// is visible only after it has attached. A waiting rank notices the end of a process within 50 ms.
+// is visible only after it has attached. Waiting ranks notice the end of a process within 50 ms:
+// each looks at a few of the others, and tells all.
 //
 // While a rank waits, it also moves everything else in flight (outgoing data, queued control
 // messages), so two ranks that wait for each other's bytes always make progress.
@@ -130,13 +131,14 @@ class ShmTransport final : public Transport, private Eventcount {
   static constexpr size_t kFrameBytes = sizeof(uint64_t);
 
   void Ring(int peer, bool parked_too = true);
+  void RingForPipe(int peer);
   void SpinThenPark(uint32_t seen, TimeNs deadline) override;
   void Park(uint32_t seen, TimeNs deadline) override { SleepOnDoorbell(seen, deadline, kParked); }
   void BeginCallerProgress() override { self_.sleepers.fetch_or(kCallerProgress); }
   void EndCallerProgress() override { self_.sleepers.fetch_and(~kCallerProgress); }
   bool Progress() override;
   template <typename Move>
-  bool MoveOpen(int peer, Transfers& transfers, const Move& move);
+  bool MoveOpen(Transfers& transfers, const Move& move);
   bool Push(int peer);
   bool Pull(int peer);
   bool PushControl(int peer);
@@ -157,14 +159,12 @@ class ShmTransport final : public Transport, private Eventcount {
   const std::shared_ptr<OneShotExchange> exchange_;  // null: spin_ns is 0, or there are no slots
   std::vector<Peer> peers_;
   Inbox received_;
-  // The doorbell before the last Progress. If it is unchanged, no pipe has changed.
-  uint32_t progress_epoch_ = 0;
   bool data_moved_ = false;  // by a Progress
   Spinner spinner_{16};
   uint32_t last_sleep_epoch_ = 0;  // the doorbell after the last Sleep: shows a later Wake
   Status broken_;                  // first data-plane error
   SlotReaders slot_readers_;
-  int looked_at_ = rank_;  // the latest peer whose process a check has looked at
+  int looked_at_ = rank_;            // the latest peer whose process a check has looked at
   SharedWriter to_slot_, to_pipes_;  // they have different readers, so each learns
 };
 

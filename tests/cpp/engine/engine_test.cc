@@ -252,7 +252,7 @@ TEST(a_rank_that_gives_up_starting_is_heard_of_by_those_who_have_started) {
     TransportBootstrap::Beginning text, other;
     const std::string digest = Sha256("a=1");
     text.bytes = digest.copy(text.text, sizeof text.text);
-    CHECK_OK(SendReceive(transport, 2, &text, sizeof text, 0, &other, sizeof other, kForever));
+    CHECK_OK(SendReceive(transport, 0, &text, sizeof text, 2, &other, sizeof other, kForever));
     CHECK_OK(transport.Wait(transport.Receive(0, &other, sizeof other), kForever));
   });
   Player players[3];

@@ -128,6 +128,8 @@ class Board {
   int given_ = 0, round_ = 0;
 };
 
+constexpr TimeNs kHour = 3600 * kSecond;
+
 // Makes a world without MPI. Returns the status of each rank.
 std::vector<Status> MakeWorlds(int size, const std::vector<std::string>& wishes,
                                std::vector<World>* worlds) {
@@ -138,10 +140,9 @@ std::vector<Status> MakeWorlds(int size, const std::vector<std::string>& wishes,
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank, at = static_cast<size_t>(rank)] {
       AskingBootstrap bootstrap(rank, size);
-      std::atomic<bool> ready{false};
       std::thread caller([&] {
-        for (std::string mine; !ready;) {
-          if (bootstrap.Asked(&mine)) bootstrap.Answer(Status::Ok(), board.Share(rank, mine));
+        for (std::string mine; bootstrap.AwaitQuestion(kHour, &mine);) {
+          bootstrap.Answer(Status::Ok(), board.Share(rank, mine));
         }
       });
       WorldOptions options;
@@ -151,7 +152,7 @@ std::vector<Status> MakeWorlds(int size, const std::vector<std::string>& wishes,
       options.timeout_ns = 60 * kSecond;
       options.spin_ns = kDefaultSpin;
       made[at] = MakeWorld(options, &(*worlds)[at]);
-      ready = true;
+      bootstrap.Close();
       caller.join();
     });
   }
@@ -670,7 +671,8 @@ TEST(a_bootstrap_that_nobody_answers_ends_at_its_deadline_or_with_the_callers_er
         Code::kTransport);
   std::thread caller([&] {
     std::string mine;
-    while (!left.Asked(&mine)) std::this_thread::yield();
+    CHECK(!left.AwaitQuestion(kMillisecond, &mine) || mine == "mine");
+    CHECK(left.AwaitQuestion(kHour, &mine));
     left.Answer(Status(Code::kTransport, "rank 1 has left"), {});
   });
   CHECK_EQ(left.Share("mine", Soon(), &texts).message(), "rank 1 has left");
