@@ -21,7 +21,7 @@ from hororing._api import exports
 from hororing._api.exports import *  # noqa: F403
 from hororing._requests.objects import allgather_object, broadcast_object
 from hororing._requests.verbs import join
-from hororing.jax import errors, functions, gradients, verbs
+from hororing.jax import elastic, errors, functions, gradients, verbs
 from hororing.jax.compression import Compression
 from hororing.jax.errors import *  # noqa: F403
 from hororing.jax.functions import *  # noqa: F403
@@ -29,7 +29,14 @@ from hororing.jax.gradients import *  # noqa: F403
 from hororing.jax.optimizer import DistributedOptimizer
 from hororing.jax.verbs import *  # noqa: F403
 
-__all__ = ["Compression", "DistributedOptimizer", "allgather_object", "broadcast_object", "join"]
+__all__ = [
+    "Compression",
+    "DistributedOptimizer",
+    "allgather_object",
+    "broadcast_object",
+    "elastic",
+    "join",
+]
 __all__ += errors.__all__
 __all__ += exports.__all__
 __all__ += functions.__all__

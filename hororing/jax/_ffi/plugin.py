@@ -49,3 +49,15 @@ def _refused(library: Path, reason: str) -> ImportError:
 
 _library: Final = load(LIBRARY, TARGET)
 state.at_shutdown(_library.hororing_jax_end_threads)
+
+
+def _forget_programs() -> None:
+    """Compiled programs hold ranks, sizes and numbers of process sets of an earlier job."""
+    global _jobs
+    _jobs += 1
+    if _jobs > 1:
+        jax.clear_caches()
+
+
+_jobs = 0
+state.at_init(_forget_programs)

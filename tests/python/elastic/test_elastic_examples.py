@@ -17,6 +17,7 @@ from live_job import PATIENCE_S, poll
 pytestmark = [tiers.full, pytest.mark.timeout(300)]
 
 TORCH = [str(ROOT / "examples/elastic_torch.py"), "--epochs", "60"]
+JAX = [str(ROOT / "examples/jax_elastic.py"), "--epochs", "200"]
 KERAS = [str(ROOT / "examples/elastic_keras.py"), "--epochs", "60"]
 SCRIPT = str(ROOT / "tests/python/horovod/horovod_scripts/elastic_loop.py")
 HOROVODS = ["-m", "hororing.as_horovod", SCRIPT]
@@ -27,12 +28,13 @@ HOROVODS = ["-m", "hororing.as_horovod", SCRIPT]
     [
         (TORCH, r"test accuracy 0.9\d+ after 60 epochs on \d ranks"),
         (KERAS, r"test accuracy 0.9\d+ after 60 epochs on \d ranks"),
+        (JAX, r"test accuracy 0.9\d+ after 200 epochs on \d ranks"),
         (HOROVODS, r"done after 40 epochs on \d ranks"),
     ],
-    ids=["torch", "keras", "horovod"],
+    ids=["torch", "keras", "jax", "horovod"],
 )
 def test_it_trains_to_the_end_without_a_rank(words: list[str], last: str, tmp_path: Path):
-    pytest.importorskip("keras" if words is KERAS else "torch")
+    pytest.importorskip("keras" if words is KERAS else "optax" if words is JAX else "torch")
     out = tmp_path / "out"
 
     def worlds() -> list[dict[str, Any]]:

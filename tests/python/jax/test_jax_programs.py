@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import doctest
 import os
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import session
@@ -47,7 +49,7 @@ DTYPES = ("float32", "bfloat16", "int32", "bool", "complex64", "uint8", "int8", 
 
 
 def case_compiled_and_eager_calls_give_the_same_bits():
-    # Compiling takes most of the time of this file: two ranks, in the push tier, try the first ones.
+    # Compiling takes most of this file's time: two ranks, in the push tier, try the first ones.
     for dtype in DTYPES[: 5 if SIZE == 2 else None]:
         tensor = values(dtype, 2 * SIZE, 3)
         ops = [hvd.Sum, *([hvd.Average] if dtype != "bool" else [])]
@@ -226,6 +228,18 @@ def case_no_thread_is_left_after_shutdown():
     assert threads() == 0
     hvd.init()
     jax.block_until_ready(big(jnp.ones(1 << 15)))
+
+
+def case_the_blocks_of_the_page():
+    pytest.importorskip("optax")
+    page = (Path(__file__).parents[3] / "docs/jax.md").read_text("utf-8")
+    names = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        exec(block, names)
+    assert names["after"] == 3
+    assert (names["mean"] == 1).all()
+    kernels = hvd.allgather(names["params"]["kernel"][None])
+    assert (kernels == kernels[0]).all()
 
 
 def case_examples_in_docstrings():

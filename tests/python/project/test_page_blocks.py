@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[3]
 # Blocks that do not run here, by their page, or by words in them.
 NOT_HERE = {
     "migrating.md": "it changes what `import horovod` means; test_as_horovod.py",
+    "jax.md": "tests/python/jax/test_jax_programs.py",
     "RayExecutor(": "test_ray.py, where Ray is installed",
     "TorchTrainer(": "test_ray.py, where Ray is installed",
     "hororing.spark": "test_spark.py, where Spark is installed",

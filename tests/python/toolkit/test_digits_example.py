@@ -65,6 +65,16 @@ def test_a_loop_of_tensorflow_classifies_97_of_100_images():
 
 
 @tiers.full
+def test_a_loop_of_jax_classifies_97_of_100_images():
+    pytest.importorskip("optax")
+    pytest.importorskip("flax")
+    job = run(2, "--accuracy", "0.97", example=EXAMPLES / "jax_digits.py")
+    ((_, steps, ranks),) = LAST_LINE.findall(job.outputs[0])
+    assert (int(steps), int(ranks)) == (20 * (1438 // 64), 2)
+    assert "test accuracy" not in job.outputs[1]
+
+
+@tiers.full
 def test_keras_classifies_97_of_100_images_also_after_a_restart(tmp_path: Path):
     pytest.importorskip("tensorflow")
     file = str(tmp_path / "last.keras")
@@ -97,7 +107,7 @@ def test_large_batches_learn_in_a_few_epochs(name: str):
 @pytest.mark.parametrize(
     "name",
     [
-        "torch_digits.py", "tensorflow_digits.py", "keras_digits.py",
+        "torch_digits.py", "tensorflow_digits.py", "keras_digits.py", "jax_digits.py",
         "large_batch_digits.py", "large_batch_digits_keras.py",
     ],
 )  # fmt: skip
