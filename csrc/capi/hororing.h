@@ -334,6 +334,10 @@ int hr_timeline_start(const char* path, int32_t mark_cycles);
 int hr_timeline_stop(void);
 int hr_timeline_enabled(void);
 int64_t hr_now_ns(void);
+/* The digest of hororing/_adapters/replica_check.py: sums of signed words times `factors`, of which
+ * there are `chunk`; a sum is multiplied by `chain` before the next is added. Modulo 2^64. */
+int64_t hr_digest(const void* words, int64_t count, int32_t word_bytes, const int64_t* factors,
+                  int64_t chunk, int64_t chain);
 /* stage: 0 HOOK, 1 VIEW, 2 SUBMIT, 9 GUARD (trace/trace.h); drawn on the caller's row. */
 void hr_trace_span(int32_t stage, const char* tensor, int64_t begin_ns, int64_t end_ns,
                    int64_t bytes);

@@ -84,6 +84,25 @@ HR_OR((Caught(), 0))
 
 HR_EXPORT int64_t hr_now_ns(void) { return NowNs(); }
 
+HR_EXPORT int64_t hr_digest(const void* words, int64_t count, int32_t word_bytes,
+                            const int64_t* factors, int64_t chunk, int64_t chain) try {
+  const auto digest = [&](const auto* from) {
+    uint64_t total = 0;
+    for (int64_t begin = 0; begin < count; begin += chunk, from += chunk) {
+      uint64_t sum = 0;
+      for (int64_t i = 0; i < std::min(chunk, count - begin); ++i) {
+        sum += static_cast<uint64_t>(from[i]) * static_cast<uint64_t>(factors[i]);
+      }
+      total = total * static_cast<uint64_t>(chain) + sum;
+    }
+    return static_cast<int64_t>(total);
+  };
+  if (word_bytes == 1) return digest(static_cast<const int8_t*>(words));
+  if (word_bytes == 2) return digest(static_cast<const int16_t*>(words));
+  return digest(static_cast<const int32_t*>(words));
+}
+HR_OR(static_cast<int64_t>(Caught()))
+
 HR_EXPORT void hr_trace_span(int32_t stage, const char* tensor, int64_t begin_ns, int64_t end_ns,
                              int64_t bytes) try {
   const std::shared_ptr<Engine> engine = CurrentEngine();

@@ -23,6 +23,7 @@ import numpy as np
 import hororing.numpy as hvd
 from hororing import config
 from hororing._engine import state
+from hororing._engine.core import ffi, lib
 from hororing._requests import arguments, handles
 from hororing._requests.objects import allgather_object
 from hororing._requests.process_sets import ProcessSet
@@ -63,14 +64,21 @@ def digest(array: np.ndarray[Any, Any]) -> int:
 
     Elements of more than 32 bits count as several, others as one signed integer of their size.
     """
-    flat = np.ascontiguousarray(array).reshape(-1)
-    words = flat.view(f"i{min(flat.dtype.itemsize, 4)}")
-    total = 0
-    for begin in range(0, len(words), CHUNK):
-        part = words[begin : begin + CHUNK].astype(np.int64)
-        part *= factors()[: len(part)]
-        total = total * CHAIN + int(part.sum())
-    return (total + 2**63) % 2**64 - 2**63
+    dense = np.ascontiguousarray(array)
+    return digest_at(dense.ctypes.data, dense.size, dense.itemsize)
+
+
+def digest_at(address: int, count: int, item_bytes: int) -> int:
+    """Return the digest of so many elements at an address."""
+    word_bytes = min(item_bytes, 4)
+    words = count * (item_bytes // word_bytes)
+    memory = ffi.cast("void *", address)
+    return int(lib.hr_digest(memory, words, word_bytes, _factors_at(), CHUNK, CHAIN))
+
+
+@functools.cache
+def _factors_at() -> Any:
+    return ffi.from_buffer("int64_t[]", factors())
 
 
 class _Knob:

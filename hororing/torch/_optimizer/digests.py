@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 import torch
 
-from hororing._adapters.replica_check import CHAIN, CHUNK, Digest, digest, factors
+from hororing._adapters.replica_check import CHAIN, CHUNK, Digest, digest_at, factors
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WORDS = {1: torch.int8, 2: torch.int16}
 
 
@@ -21,12 +22,13 @@ def digests(named: Iterable[tuple[str, torch.Tensor]]) -> list[Digest]:
     found: list[tuple[str, str, int | torch.Tensor]] = []
     on_device: dict[torch.device, list[torch.Tensor]] = {}
     for name, tensor in named:
-        words = _words(tensor)
-        if words is None:
-            continue
         bits: int | torch.Tensor
-        if words.is_cpu:
-            bits = digest(words.numpy())
+        if type(tensor) in _PLAIN and tensor.is_cpu and _is_dense(tensor):
+            bits = digest_at(tensor.data_ptr(), tensor.numel(), tensor.dtype.itemsize)
+        elif (words := _words(tensor)) is None:
+            continue
+        elif words.is_cpu:
+            bits = digest_at(words.data_ptr(), words.numel(), words.dtype.itemsize)
         else:
             bits = _on_device(words)
             on_device.setdefault(words.device, []).append(bits)
@@ -37,6 +39,12 @@ def digests(named: Iterable[tuple[str, torch.Tensor]]) -> list[Digest]:
         Digest(name, kind, next(copies[bits.device]) if isinstance(bits, torch.Tensor) else bits)
         for name, kind, bits in found
     ]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds its elements, in C order."""
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -36,11 +36,15 @@ def case_another_result_names_the_tensor_and_the_rank() -> None:
         thread.start()
     try:
         with pytest.raises(TransportError, match=r"allreduce 'large'.* rank 1 unlike most"):
-            for _ in range(50):
-                hvd.allreduce_(array, name="large", op=hvd.Min)
-                array[:16] = 1.0
+            reduce_often(array)
     finally:
         ended.set()
+
+
+def reduce_often(array: np.ndarray) -> None:
+    for _ in range(50):
+        hvd.allreduce_(array, name="large", op=hvd.Min)
+        array[:16] = 1.0
 
 
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
