@@ -65,6 +65,7 @@ class Sampler:
         self._ranks: dict[int, _Rank] = {}
         self._others: set[int] = set()  # processes of other jobs
         self._others_than = job
+        self._seen: dict[int, tuple[float, float]] = {}  # since when, and when to look again
         self._owners: dict[int, int] = {}  # by inode of a socket
         self._searched_at = -1e9
 
@@ -108,10 +109,17 @@ class Sampler:
 
     def _search(self) -> None:
         if self.job != self._others_than:
-            self._others, self._others_than = set(), self.job
+            self._others, self._seen, self._others_than = set(), {}, self.job
         alive = {int(each) for each in os.listdir("/proc") if each.isdecimal()}
+        now = time.monotonic()
         self._others &= alive
-        known = {*self._ranks, *self._others}
+        self._seen = {pid: self._seen.get(pid, (now, now)) for pid in alive}
+        # Most ranks call `init` soon after their start: old processes are looked at less often.
+        later = {pid for pid, (_, next_look) in self._seen.items() if next_look > now}
+        self._seen |= {
+            pid: (t, 2 * now - t) for pid, (t, _) in self._seen.items() if pid not in later
+        }
+        known = {*self._ranks, *self._others, *later}
         for pid, path, head in recorder.processes(self._all_users, known):
             here = not self.this_host or head.facts["host"] == socket.gethostname()
             if not here or self.job not in (None, head.facts["job"]):
