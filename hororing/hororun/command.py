@@ -98,7 +98,7 @@ def main(words: Sequence[str] | None = None) -> int:
     output = _output(arguments, size, only_from, elastic is not None)
     rsh = arguments.rsh_agent or start.ssh(arguments.ssh_port, arguments.ssh_identity_file)
     try:
-        with beside_module.started(arguments, rsh) as beside:
+        with beside_module.started(arguments, rsh, output) as beside:
             what = start.Start(
                 placed, command, variables, rsh, arguments.start_timeout, _grace(arguments.grace),
                 _stdin(), beside,

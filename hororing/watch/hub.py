@@ -121,6 +121,7 @@ class Hub:
         self._local = Sampler(job, all_users, this_host=bool(hosts))
         self._remote: dict[str, RemoteSampler] = {}
         self._seen_at: dict[str, float] = {}
+        self._notes: list[dict[str, Any]] = []
         self._ended = threading.Event()
         for host in hosts:
             self.add_host(host)
@@ -136,6 +137,11 @@ class Hub:
     def set_job(self, job: str) -> None:
         """Show this job, and no other. Before `add_host`."""
         self._job = self._local.job = job
+
+    def note(self, text: str) -> None:
+        """Put a line into the history of the job, once there is one."""
+        with self.lock:
+            self._notes.append({"at": time.time(), "text": text})
 
     def problems(self) -> list[str]:
         """Hosts without samples, and why."""
@@ -182,6 +188,8 @@ class Hub:
                 del self.jobs[name]
                 continue
             job.feed(of_jobs.get(name, []))
+            job.notes.extend(self._notes)
+            self._notes.clear()
             for host, pids in job.stacks_wanted().items():
                 if host in self._remote:
                     self._remote[host].request_stacks(pids)

@@ -80,7 +80,7 @@ def address(port: int, query: str) -> str:
 
 
 def obey(hub: Hub) -> None:
-    """Read from hororun: "job ID" once it is known, "host NAME" for each other host."""
+    """Read from hororun: "job ID" once it is known, "host NAME" of another host, "note TEXT"."""
     os.write(1, b"ready\n")
     for line in sys.stdin:
         what, _, name = line.rstrip("\n").partition(" ")
@@ -88,3 +88,5 @@ def obey(hub: Hub) -> None:
             hub.set_job(name)
         elif what == "host":
             hub.add_host(name)
+        elif what == "note":
+            hub.note(name)

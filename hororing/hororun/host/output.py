@@ -64,6 +64,7 @@ class Output:
     ) -> None:
         self.ranks: dict[int, int] | None = {} if elastic else None
         self.is_to_end: Callable[[], bool] = lambda: False
+        self.heard: Callable[[str], None] = lambda _: None  # is told the launcher's lines, too
         self._streams = streams
         self._width = len(str(size - 1))
         self._tag = tag
@@ -205,6 +206,7 @@ class Output:
     def log(self, text: str) -> None:
         """Print a line of the launcher."""
         self._show(STDERR, f"hororun: {text}\n".encode("utf-8", "surrogateescape"))
+        self.heard(text)
 
     def close(self) -> None:
         """Show incomplete lines, and close files."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import select
 import shlex
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from hororing.hororun.host.local import start
+from hororing.hororun.host.output import Output
 from hororing.hororun.job.fixed import CannotStartError
 
 _START_S = 60.0  # a busy machine
@@ -35,7 +37,9 @@ def _port(text: str) -> int:
 
 
 @contextlib.contextmanager
-def started(arguments: argparse.Namespace, rsh: Sequence[str]) -> Iterator[list[Beside]]:
+def started(
+    arguments: argparse.Namespace, rsh: Sequence[str], output: Output
+) -> Iterator[list[Beside]]:
     """Start what the flags want, and end it after the job. CannotStartError."""
     rsh_words = ["--rsh-agent", shlex.join(rsh)]
     with contextlib.ExitStack() as ends:
@@ -45,6 +49,7 @@ def started(arguments: argparse.Namespace, rsh: Sequence[str]) -> Iterator[list[
             if arguments.page_token_file is not None:
                 words += ["--token-file", arguments.page_token_file]
             made.append(ends.enter_context(Beside(words, "--page: no page")))
+            output.heard = made[-1].note
         elif arguments.page_token_file is not None:
             raise CannotStartError("--page-token-file needs --page")
         if arguments.progress:
@@ -69,7 +74,9 @@ class Beside(contextlib.AbstractContextManager["Beside"]):
         self._process = start(
             [sys.executable, "-m", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
         answers = select.select([self._process.stdout], [], [], _START_S)[0]
         if not answers or not self._process.stdout.readline():
             self.close()
@@ -81,11 +88,16 @@ class Beside(contextlib.AbstractContextManager["Beside"]):
 
     def about(self, job: str, hosts: Iterable[str] = ()) -> None:
         """Tell it the job, and other hosts of it; more may be told later."""
+        self._tell("".join([f"job {job}\n", *(f"host {host}\n" for host in hosts)]))
+
+    def note(self, text: str) -> None:
+        """Tell it a line of the launcher."""
+        self._tell(f"note {' '.join(text.splitlines())}\n")
+
+    def _tell(self, lines: str) -> None:
         assert self._process.stdin is not None
-        lines = [f"job {job}\n", *(f"host {host}\n" for host in hosts)]
-        with contextlib.suppress(OSError):  # it has ended: the job goes on
-            self._process.stdin.write("".join(lines).encode())
-            self._process.stdin.flush()
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or hangs: the job goes on
+            os.write(self._process.stdin.fileno(), lines.encode("utf-8", "replace"))
 
     def close(self) -> None:
         """End it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import importlib.util
+import io
 import json
 import re
 import subprocess
@@ -14,12 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hororun_jobs
 import pytest
 
-from hororing.watch import hub, links, metrics
+from hororing.watch import hub, links, metrics, page
 from hororing.watch.findings import Seen, of_hosts, of_late_ranks, of_links, of_waits
 from hororing.watch.rates import Rates
 
@@ -133,9 +135,9 @@ def test_metrics_are_parsed_by_prometheus_and_documented(job: tuple[Told, Path])
     assert sorted(steps) == ["0", "1", "2"]
     assert min(steps.values()) > 0
     assert families["hororing_step_seconds"].samples[0].value > 0.03
-    page = (ROOT / "docs/watching.md").read_text()
+    listed = (ROOT / "docs/watching.md").read_text()
     for name, family in families.items():
-        assert f"`{name.removeprefix('hororing_')}`" in page, name
+        assert f"`{name.removeprefix('hororing_')}`" in listed, name
         assert not family.unit or name.endswith(family.unit)
     # Alerts and the dashboard use names that exist.
     for file in (ROOT / "packaging/prometheus").iterdir():
@@ -293,6 +295,22 @@ def test_connections_between_ranks_have_both_their_ends():
              (1, {"own": "b 3", "other": "store 4"})]  # fmt: skip
     found = [(each["rank"], each["peer"]) for each in links.joined(sides)]
     assert found == [(0, 1), (1, 0)]
+
+
+def test_hororun_tells_the_page_its_job_its_hosts_and_what_it_says(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    told: list[tuple[str, str]] = []
+    heard = SimpleNamespace(
+        **{n: lambda text, n=n: told.append((n, text)) for n in ("set_job", "add_host", "note")}
+    )
+    lines = "job 12\nhost node2\nnote 10:00:00 process 1 has arrived\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    page.obey(heard)  # type: ignore[arg-type]
+    assert told == [
+        ("set_job", "12"), ("add_host", "node2"), ("note", "10:00:00 process 1 has arrived"),
+    ]  # fmt: skip
+    assert capfd.readouterr().out == "ready\n"
 
 
 def test_metrics_of_nothing_are_valid():
