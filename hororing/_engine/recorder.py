@@ -58,6 +58,7 @@ _SHOWN = _TOTALS + _TOTALS_STRUCT.size
 _EVENT = struct.Struct("<qiBBB49s")
 _SIZE = _RING + _EVENTS * _EVENT.size
 _MOST_STACK_BYTES = 2**18
+_JSON_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 _MOST_LOG_BYTES = 320  # of the line of the log beside the script's numbers
 _KINDS = {1: "submitted", 2: "agreed", 3: "done", 4: "failed"}
 _COLLECTIVES = {
@@ -134,7 +135,8 @@ def note(**facts: int | None) -> None:
 def show(step: int | None = None, /, **values: float) -> None:
     """Show numbers of the script to those who watch this process (docs/watching.md).
 
-    They replace those of the same names; the others stay. Takes about 20 us, and never waits. What
+    They replace those of the same names; the others stay. Takes about 10 us, and 3 us for each
+    number; never waits. What
     is shown before `init` is seen with the next call.
 
     Parameters
@@ -173,16 +175,20 @@ def _write_shown(now_ns: int) -> None:
         shown["told"] = _Own.told
     kept: dict[str, float | str] = {}
     shown["values"] = kept
+    room = _RING - _SHOWN - len(_encoded(shown)) - 4  # for a longer number of those left out
     for name, value in _Own.shown.items():
-        kept[name] = float(f"{value:.9g}") if math.isfinite(value) else str(value)
-        if len(_encoded(shown)) >= _RING - _SHOWN - 3:
-            del kept[name]
+        short = float(f"{value:.9g}") if math.isfinite(value) else str(value)
+        room -= (size := len(_encoded({name: short})) - 1)
+        if room < 0:
+            room += size
             shown["left_out"] += 1
+        else:
+            kept[name] = short
     mapped[_SHOWN:] = _encoded(shown).ljust(_RING - _SHOWN, b"\0")
 
 
 def _encoded(shown: dict[str, Any]) -> bytes:
-    return json.dumps(shown, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+    return _JSON_ENCODER.encode(shown).encode("utf-8", "replace")
 
 
 def _create(folder: str | None, rank: int) -> int:

@@ -103,7 +103,7 @@ def picture(state: dict[str, Any]) -> Any:
     shown_ranks = {each["rank"] for each in order[:_MOST_ROWS]}
     for each in [rank for rank in state["ranks"] if rank["rank"] in shown_ranks]:
         table.add_row(
-            str(each["rank"]), each["host"], f"{each['pid']} {each['state']}", ms(each["late_s"]),
+            str(each["rank"]), Text(each["host"]), f"{each['pid']} {each['state']}", ms(each["late_s"]),
             ms(each["waited_s"]), ms(each["batch_s"]), f"{each['core_share']:.0%}",
             f"{each['queued_share']:.0%}", Text(each["doing"], overflow="ellipsis", no_wrap=True),
             style="bold" if each["rank"] in named else "",
@@ -120,7 +120,7 @@ def picture(state: dict[str, Any]) -> Any:
     if values:
         step_text = "" if state["metrics"]["step"] is None else f"step {state['metrics']['step']}: "
         shown = ", ".join(f"{name} {value:.6g}" for name, value in values.items())
-        table.caption = step_text + shown
+        table.caption = Text(step_text + shown)  # as it is: it may look like markup
         table.caption_justify = "left"
     return Group(*lines, table, "")
 

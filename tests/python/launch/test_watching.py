@@ -44,7 +44,7 @@ for step in range(100000):
     load_batch()
     for handle in [hvd.allreduce_async(np.ones(1000, np.float32), name=n) for n in ("a", "b")]:
         hvd.synchronize(handle)
-    show(step, loss=0.25, samples=step * 8)
+    show(step, loss=0.25, samples=step * 8, **{"[bold]loss[/bold]": 0.5})
 """
 
 
@@ -193,6 +193,7 @@ def test_top_shows_a_job_to_which_it_is_attached_later(job: tuple[Told, Path]):
         timeout=60,
     )
     assert shown.returncode == 0, shown.stderr
+    assert "[bold]loss[/bold] 0.5" in shown.stdout  # no markup
     assert f"job {name}  3 of 3 ranks here" in shown.stdout
     assert "rank 2 is late" in shown.stdout
     assert "loss 0.25" in shown.stdout
