@@ -1,4 +1,4 @@
-"""``python -m hororing``: what is installed, what works, and how it is configured."""
+"""The command hororing: what is installed, what works, and how it is configured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sys
 from importlib import metadata
 
 import hororing
-from hororing import config
+from hororing import completion, config
 from hororing._api import init
 from hororing._engine import mpi, nccl
 from hororing._engine.core import ffi, lib
@@ -241,12 +241,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hororing", description=__doc__)
+    parser = argparse.ArgumentParser(prog="hororing", description=__doc__)
     parser.add_argument("--version", action="version", version=hororing.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="show what works here and what is missing")
     show = commands.add_parser("config", help="every setting, its value and where it comes from")
     show.add_argument("--markdown", action="store_true", help="print docs/configuration.md")
+    shells = commands.add_parser("completion", help="print what completes the commands in a shell")
+    completion.add_arguments(shells)
     given = sys.argv[1:] if arguments is None else arguments
     for name, (module, text) in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
@@ -257,6 +259,10 @@ def _run(arguments: list[str] | None) -> int:
     chosen = parser.parse_args(given)
     if chosen.command in _COMMANDS:
         return int(chosen.run(chosen))
+    if chosen.command == "completion":
+        modules = {name: module for name, (module, _) in _COMMANDS.items()}
+        print(completion.script(chosen.shell, {"info": None, "config": None, **modules}), end="")
+        return 0
     if chosen.command == "config" and chosen.markdown:
         print(documentation.markdown(), end="")
         return 0

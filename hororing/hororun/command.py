@@ -14,7 +14,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -52,13 +52,20 @@ _WITHOUT_MPI = (
 _CONFIGS = ("--import-config", "--export-config")
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run it, and return its exit code: that of the first rank that failed, or 0."""
-    parser = _parser()
+def main(
+    words: Sequence[str] | None = None,
+    prog: str = "hororun",
+    changed: Callable[[list[str]], list[str]] = list,
+) -> int:
+    """Run it, and return its exit code: that of the first rank that failed, or 0.
+
+    `prog` : as which command. `changed` : returns what to run instead of the given program.
+    """
+    parser = arguments_parser(prog)
     words, arguments = _read(parser, list(sys.argv[1:] if words is None else words))
     if arguments.check_build:
         return subprocess.call([sys.executable, "-m", "hororing", "info"])
-    command = _program(arguments)
+    command = changed(_program(arguments))
     if not (command or arguments.print_topology or arguments.export_config):
         parser.error("no program given, e.g. hororun -np 4 python train.py")
     if arguments.gloo and arguments.mpi:
@@ -121,10 +128,11 @@ def main(words: Sequence[str] | None = None) -> int:
 # The command line
 
 
-def _parser() -> argparse.ArgumentParser:
+def arguments_parser(prog: str = "hororun") -> argparse.ArgumentParser:
+    """Make the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="hororun",
-        usage="hororun [flags] program [arguments]",
+        prog=prog,
+        usage=f"{prog} [flags] program [arguments]",
         description="Run a program on several ranks and wait for all of them.",
         epilog="The exit code is that of the first rank that fails: 128 + N for signal N.",
         allow_abbrev=False,
@@ -158,24 +166,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--grace", type=_seconds, metavar="S",
         help="time between the request to end and the end, for all ranks (5 after a failure, 30 or "
         "Slurm's KillWait after a signal)")  # fmt: skip
-    add(
-        "--rsh-agent",
-        type=_words,
-        metavar="CMD",
-        help="instead of ssh: CMD HOST COMMAND runs it there",
-    )
+    add("--rsh-agent", type=_words, metavar="CMD",
+        help="instead of ssh: CMD HOST COMMAND runs it there")  # fmt: skip
     add("-p", "--ssh-port", type=_positive, metavar="PORT", help="ssh port")
     add("-i", "--ssh-identity-file", metavar="FILE", help="ssh key")
     beside_module.add_arguments(parser)
     elastic_module.add_arguments(parser, _positive, _seconds)
     add("--mpi", action="store_true", help="print the mpirun line for this, and run it")
-    add(
-        "--mpi-args",
-        type=_words,
-        default=[],
-        metavar="WORDS",
-        help="with --mpi: more words for mpirun",
-    )
+    add("--mpi-args", type=_words, default=[], metavar="WORDS",
+        help="with --mpi: more words for mpirun")  # fmt: skip
     add("--print-topology", action="store_true", help="show which rank goes where, first")
     add("--dry-run", action="store_true", help="show what would be started where")
     add("--export-config", metavar="FILE", help="write these flags and the program to a file")

@@ -37,7 +37,7 @@ from hororing.hororun.job.elastic_processes import (
     ProcessHost,
 )
 from hororing.hororun.job.ending import Ending, Grace
-from hororing.hororun.job.fixed import CannotStartError, conclude_asked, end_report
+from hororing.hororun.job.fixed import CannotStartError, conclude_asked, end_report, way_out
 from hororing.hororun.job.news import News
 from hororing.hororun.job.slots import Slot, Slots, pause
 
@@ -126,6 +126,7 @@ class ElasticJob:
         while code == 0 and process.is_member() and (left_s := until - time.monotonic()) > 0:
             self._take_events(left_s)  # the store is about to report how it has left
         process.code = code
+        self._output.ended(rank, failed=code != 0)
         if process.status == 0 and self._store is not None:
             self._store.note_end(process.uid, code)
         process.slot.busy = False
@@ -222,8 +223,7 @@ class ElasticJob:
     def _left_s(self) -> float:
         """Time until the next action that no event triggers."""
         now = time.monotonic()
-        used = self._processes.used()
-        starts = not (self._ending.begun or self._finished)
+        used, starts = self._processes.used(), not (self._ending.begun or self._finished)
         times = [
             self._slots.next_at(now, used) if starts and self._store is not None else None,
             self._few_since + self._patience_s if starts and self._few_since else None,
@@ -425,8 +425,7 @@ class ElasticJob:
             self._judge_processes()
 
     def _judge_processes(self) -> None:
-        usable = self._slots.usable()
-        if why := self._processes.why_over(usable, self._several):
+        if why := self._processes.why_over(usable := self._slots.usable(), self._several):
             self._fail(why)
         elif self._processes.all_ended_before_init(usable):
             self._finish()
@@ -486,7 +485,8 @@ class ElasticJob:
         self._output.log(f"the job has failed: {self.why}")
         if self.first_failed is None:
             return 1
-        for line in self.end_report(self.first_failed, again=False):
+        out = way_out(self._output.tail(self.first_failed.number))
+        for line in [*self.end_report(self.first_failed, again=False), *out]:
             self._output.log(line)
         code = self.first_failed.code or 1
         return code if code > 0 else 128 - code

@@ -209,7 +209,7 @@ class Job:
         how, cause = self._how(rank, code)
         tail = self._output.repeats(cause)
         lines = self.end_report(rank, code) if tail or not self._output.tail(cause) else [how]
-        for line in lines:
+        for line in [*lines, *way_out(self._output.tail(cause))]:
             self._output.log(line)
         return code if code > 0 else 128 - code
 
@@ -263,6 +263,14 @@ def end_report(how: str, code: int, tail: Sequence[bytes], whose: str = "its") -
     hint = "an unexpected SIGKILL is usually the kernel's, out of memory: see `dmesg`"
     killed = code == -signal.SIGKILL
     return [how + last, *(f"    {line}" for line in lines), *([hint] if killed else [])]
+
+
+def way_out(tail: Sequence[bytes]) -> list[str]:
+    """Lines for the user: what to do about an error of Python's own."""
+    if any(b"ModuleNotFoundError: No module named 'horovod" in line for line in tail):
+        return ["a script that imports horovod runs under horovodrun, or by python -m "
+                "hororing.as_horovod script (docs/migrating.md)"]  # fmt: skip
+    return []
 
 
 def describe(code: int) -> str:
