@@ -186,7 +186,12 @@ def _gpu() -> list[tuple[str, str]]:
         ffi.NULL if driver is None else os.fsencode(driver), libraries, text, _MAX_GPU_TEXT
     )
     described = ffi.string(text).decode("utf-8", "replace").splitlines()
-    return [(name, value) for name, _, value in (line.partition(": ") for line in described)]
+    found = dict(line.partition(": ")[::2] for line in described)
+    # Not what the loader says about each file that a machine without GPUs lacks.
+    for name, text in (("GPU", "none, and no NVIDIA driver"), ("NCCL", "none; only GPUs need it")):
+        if "No such file or directory" in found.get(name, ""):
+            found[name] = text
+    return list(found.items())
 
 
 def _mpi_text() -> str:
@@ -195,7 +200,8 @@ def _mpi_text() -> str:
     except Exception:
         return "not found"
     level = found.level or "multiple is asked for at init"
-    return f"{found.version}; thread level {level}; {found.path}, ABI {found.abi}"
+    version = found.version.partition(", package:")[0]
+    return f"{version}; thread level {level}; {found.path}, ABI {found.abi}"
 
 
 def _mpirun() -> str | None:

@@ -103,7 +103,9 @@ bool Engine::AwaitStart(TimeNs timeout_ns, Status* status) {
   const bool from_start = !shared_.config.timeline.empty() && shared_.config.timeline_from <= 1;
   if (status->ok() && from_start && topology_.rank == 0) {
     const Status timeline = StartTimeline(shared_.config.timeline, shared_.config.timeline_cycles);
-    if (!timeline.ok()) Log(LogLevel::kError, "no timeline: " + timeline.message());
+    const bool over = timeline.code() == Code::kShutDown;
+    const std::string why = over ? "the script of a rank has already ended" : timeline.message();
+    if (!timeline.ok()) Log(LogLevel::kError, "no timeline: " + why);
   }
   return true;
 }

@@ -18,15 +18,13 @@ try:
     from hororing._core import lib as lib
 except ImportError as error:  # a source tree that was not built, or a damaged installation
     _remedy = "install it again: pip install ."
-    if isinstance(error, ModuleNotFoundError) and "hororing" not in str(error.name):
-        _remedy = f"pip install {str(error.name).lstrip('_').partition('.')[0]}"
-        if error.name == "_cffi_backend":
-            _remedy = "pip install cffi"
     if (Path(__file__).parents[2] / "CMakeLists.txt").exists():
         _remedy = (
             "this is the source folder, which hides an installed hororing: run from another "
             "folder, or build in place with pip install -e ."
         )
+    if error.name == "_cffi_backend":
+        _remedy = "pip install cffi"
     raise ImportError(f"hororing's core cannot be loaded ({error}); {_remedy}") from error
 
 if lib.hr_abi_version() != lib.HR_ABI_VERSION:

@@ -129,6 +129,7 @@ class RemoteHost:
         self._unsent = bytearray()
         self._frames = Frames()
         self._error = ""
+        self._try = f"ssh {name} true" if rsh[0] == "ssh" else shlex.join([*rsh, name, "true"])
         self._asked_at: float | None = None  # for a sign of life, and not answered yet
         self._ask_again_at = 0.0
         try:
@@ -307,9 +308,10 @@ class RemoteHost:
 
     def _ended(self) -> None:
         """The agent or the connection has ended: its ranks count as failed."""
-        self._on_end(
-            f"host {self.name}: {self._error or 'the connection with its agent has ended'}"
-        )
+        why = f"the connection with hororun's agent there has ended; try: {self._try}"
+        if not self.ready:
+            why = f"it cannot be reached, or cannot run hororing; try: {self._try}"
+        self._on_end(f"host {self.name}: {self._error or why}")
         for rank in sorted(self._running):
             self._sink.exited(rank, LOST)
         self._running.clear()

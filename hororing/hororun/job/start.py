@@ -359,7 +359,10 @@ def named_hosts(hosts: str | None, hostfile: str | None) -> list[Host]:
         raise ValueError("hosts and a host file: give one of them")
     if not hosts and not hostfile:
         return []
-    found = parse_hosts(hosts) if hosts else read_hostfile(str(hostfile))
+    try:
+        found = parse_hosts(hosts) if hosts else read_hostfile(str(hostfile))
+    except OSError as error:
+        raise type(error)(f"the host file {hostfile}: {error.strerror}") from None
     _this_host_once(found)
     return found
 

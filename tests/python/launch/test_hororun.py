@@ -701,7 +701,7 @@ def test_an_agent_that_dies_ends_the_job(rsh: str, started: Callable[..., subpro
     process = started("-H", "localhost:1,b:1", "--rsh-agent", rsh, *sh(script))
     out, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 255
-    assert "host b: the connection with its agent has ended" in errors
+    assert "host b: the connection with hororun's agent there has ended; try: " in errors
     wait_until(lambda: not any(map(is_alive, numbers(out))))
 
 
@@ -718,8 +718,8 @@ def test_ranks_of_other_hosts_die_with_hororun(
 @pytest.mark.parametrize(
     ("agent", "wanted"),
     [
-        ("/bin/false", "host b: the connection with its agent has ended"),
-        ("/none/at/all", "host b: the connection with its agent has ended"),
+        ("/bin/false", "host b: it cannot be reached, or cannot run hororing; try: "),
+        ("/none/at/all", "host b: it cannot be reached, or cannot run hororing; try: "),
         (
             "/bin/sh -c 'sleep 600 & echo pid=$! >&2; wait'",
             "no agent answers on b after 0.3 s (--start-timeout)",
