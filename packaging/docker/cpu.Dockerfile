@@ -1,13 +1,12 @@
-# hororing for processors: mpirun, PyTorch, the examples.
+# hororing for processors: hororun, PyTorch, the examples.
 #
 #   docker build -f packaging/docker/cpu.Dockerfile -t hororing:cpu .
 #   docker run --rm hororing:cpu                            # python -m hororing info
-#   docker run --rm --shm-size=1g hororing:cpu mpirun -np 2 python examples/torch_digits.py
+#   docker run --rm --shm-size=1g hororing:cpu hororun -np 2 python examples/torch_digits.py
 #
 # EXTRAS selects the frameworks (torch, tensorflow, keras) and the examples' packages. On x86
-# PyPI's torch brings CUDA's libraries along; --build-arg PIP_EXTRA_INDEX_URL=... names PyTorch's
-# index of builds without them. Docker gives a container 64 MiB of shared memory by
-# default.
+# PyPI's torch brings CUDA's libraries along, gigabytes: PIP_EXTRA_INDEX_URL is PyTorch's index of
+# builds without them. Docker gives a container 64 MiB of shared memory by default.
 
 FROM debian:12.11-slim AS build
 RUN apt-get update \
@@ -19,21 +18,22 @@ RUN python3 -m venv /build \
 
 FROM debian:12.11-slim
 ARG EXTRAS=torch,examples
-ARG PIP_EXTRA_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 RUN apt-get update \
- && apt-get install -y --no-install-recommends openssh-client openssh-server python3-venv \
- && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
+ && apt-get install -y --no-install-recommends openssh-client python3-venv \
+ && rm -rf /var/lib/apt/lists/*
 COPY --from=build /wheels /wheels
 RUN python3 -m venv /opt/hororing \
  && wheel="$(echo /wheels/*.whl)" \
  && /opt/hororing/bin/pip install --no-cache-dir "${wheel}[${EXTRAS}]" \
  && rm -rf /wheels
-RUN useradd --create-home --uid 10001 hororing \
- && install -d -o hororing -m 700 /home/hororing/.ssh
-COPY --chmod=755 packaging/docker/host /usr/local/bin/hororing-host
+RUN useradd --create-home --uid 10001 hororing
 COPY --chown=hororing examples /home/hororing/examples
 
-# More processes than cores, and room for the engine's thread (docs/troubleshooting.md).
+LABEL org.opencontainers.image.title="hororing" \
+      org.opencontainers.image.description="Data-parallel training: Horovod's API, hororun, PyTorch for CPUs" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# mpirun: more processes than cores, and room for a thread of each (docs/troubleshooting.md).
 ENV PATH=/opt/hororing/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe \

@@ -1,9 +1,9 @@
-# hororing for NVIDIA GPUs: mpirun, PyTorch with CUDA and NCCL, the examples. The driver's library
+# hororing for NVIDIA GPUs: hororun, PyTorch with CUDA and NCCL, the examples. The driver's library
 # comes from the host, through NVIDIA's container toolkit; CUDA's runtime and NCCL come with torch.
 #
 #   docker build -f packaging/docker/cuda.Dockerfile -t hororing:cuda .
 #   docker run --rm --gpus all hororing:cuda                # python -m hororing info
-#   docker run --rm --gpus all --shm-size=1g hororing:cuda mpirun -np 8 python train.py
+#   docker run --rm --gpus all --shm-size=1g hororing:cuda hororun -np 8 python train.py
 #
 # The build stage needs no CUDA: one build of hororing serves CPUs and GPUs (docs/gpu.md).
 
@@ -18,19 +18,20 @@ RUN python3 -m venv /build \
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 ARG EXTRAS=torch,examples
 RUN apt-get update \
- && apt-get install -y --no-install-recommends openssh-client openssh-server python3-venv \
- && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
+ && apt-get install -y --no-install-recommends openssh-client python3-venv \
+ && rm -rf /var/lib/apt/lists/*
 COPY --from=build /wheels /wheels
 RUN python3 -m venv /opt/hororing \
  && wheel="$(echo /wheels/*.whl)" \
  && /opt/hororing/bin/pip install --no-cache-dir "${wheel}[${EXTRAS}]" \
  && rm -rf /wheels
-RUN useradd --create-home --uid 10001 hororing \
- && install -d -o hororing -m 700 /home/hororing/.ssh
-COPY --chmod=755 packaging/docker/host /usr/local/bin/hororing-host
+RUN useradd --create-home --uid 10001 hororing
 COPY --chown=hororing examples /home/hororing/examples
 
-# More processes than cores, and room for the engine's thread (docs/troubleshooting.md).
+LABEL org.opencontainers.image.title="hororing" \
+      org.opencontainers.image.description="Data-parallel training: Horovod's API, hororun, PyTorch for GPUs" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# mpirun: more processes than cores, and room for a thread of each (docs/troubleshooting.md).
 ENV PATH=/opt/hororing/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     NVIDIA_VISIBLE_DEVICES=all \
