@@ -214,7 +214,7 @@ def _late(signs: Signs, missing: list[int]) -> None:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "waiting for" in record.getMessage():
+            if "waited up to" in record.getMessage():
                 signs.give("warned")
 
     logging.getLogger("hororing").addHandler(Handler())
