@@ -21,7 +21,7 @@ SECTIONS = ("Parameters", "Attributes", "Returns", "Yields", "Other Parameters")
 WORDS = """
     int float bool str bytes complex object type None True False
     list lists tuple dict set frozenset sequence mapping iterable iterator generator
-    callable function path file array array_like tensor scalar module class
+    callable function path file array array_like tensor pytree scalar module class
     optional of or and to by default same shape nested
 """
 HEADING = re.compile(r"^( *)(\w[\w ]*)\n\1(-{3,})$", re.MULTILINE)

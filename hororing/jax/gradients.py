@@ -89,7 +89,7 @@ def DistributedGrad(
         Prefix of the names of the requests; the name of `function` when omitted.
     op, compression, gradient_predivide_factor, groups, process_set
         As for `DistributedOptimizer`.
-    weight : float, or a jax.Array with one element, optional
+    weight : float or jax.Array, optional
         This rank's weight in an average, such as its number of samples; see `allreduce`.
 
     Returns

@@ -42,7 +42,7 @@ def allreduce(
 
     Parameters
     ----------
-    tensor : jax.Array, or a pytree of arrays
+    tensor : jax.Array or pytree
         Of the same shapes and types on every rank.
     average : bool, optional
         Deprecated; True is op=Average, False op=Sum.
@@ -59,7 +59,7 @@ def allreduce(
         Applied to every rank's tensor, and to the result.
     process_set : ProcessSet
         The ranks that take part; all of the job when omitted.
-    weight : float, or a jax.Array with one element, optional
+    weight : float or jax.Array, optional
         With op=Average, of floats: the weight of this rank's tensor, such as its number of
         samples. The result is the sum of the ranks' tensors times their weights, divided by the
         sum of the weights. Tensors of weight 0 are ignored; if all weights are 0 the result is 0.
@@ -68,7 +68,7 @@ def allreduce(
 
     Returns
     -------
-    jax.Array, or a pytree
+    jax.Array or pytree
         Of the same structure.
 
     Examples
@@ -228,7 +228,7 @@ def alltoall(
     ----------
     tensor : jax.Array
         Rows for rank 0, then those for rank 1, ...; ranks may differ in the first dimension.
-    splits : list of int, or an array of int32, optional
+    splits : list of int or array, optional
         How many rows each rank of the set gets. Rows beyond their sum are not sent. Without
         `splits`, every rank gets the same number; so it must be in compiled functions.
     name, process_set : str, ProcessSet

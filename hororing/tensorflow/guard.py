@@ -94,7 +94,7 @@ class Guard:
 
     Parameters
     ----------
-    variables : sequence of tf.Variable or of Keras variables
+    variables : sequence of tf.Variable or sequence of keras.Variable
         Those of the model and of the optimizer: ``[*model.variables, *optimizer.variables]``.
     every : int
         The number of steps from one comparison to the next.

@@ -67,7 +67,8 @@ def restore(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Returns
     -------
-    dict : "step", "rank", "batch" and "inputs" as the script has noted them, "model" (its
+    dict
+        "step", "rank", "batch" and "inputs" as the script has noted them, "model" (its
         `state_dict`, before the step), and "finding", the text.
 
     Examples
