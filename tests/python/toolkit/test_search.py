@@ -44,6 +44,7 @@ def case_other_ranks_go_on_where_trials_fail_diverge_or_hang():
     def train(trial):
         second = trial.process_set.rank() == 1
         if trial.number == 2 and second:
+            time.sleep(0.3)
             raise ValueError("no such layer")  # the first rank is in an allreduce by then
         if trial.number == 4 and second:
             time.sleep(60)
@@ -59,6 +60,10 @@ def case_other_ranks_go_on_where_trials_fail_diverge_or_hang():
     assert len(status) == 16
     assert {number for number in status if status[number] == "failed"} == {2, 4, 5, 6}
     assert {"completed", "pruned"} <= set(status.values())
+    for each in found.trials:  # nothing of an earlier trial is left in their process sets
+        if each.status == "completed":
+            x, kind = each.params["x"], each.params["kind"]
+            assert each.value == pytest.approx(abs(x - 0.3) + (kind == "a") + 1 / 4)
     sets = {each.number: each.ranks for each in found.trials}
     assert whys[2].startswith(f"rank {sets[2][1]}: ValueError: no such layer (in ")
     assert whys[4].startswith("no report and no end for 1 s; ")
