@@ -85,7 +85,8 @@ def search(
     trials : int, optional
         Number of trials; with "pbt", of members of the population.
     ranks_per_trial : int, optional
-        Divides the number of ranks.
+        Divides the number of ranks. If it is all of them, a trial that only some ranks leave ends
+        the search, as all ranks have no process set that could be replaced.
     scheduler : str, BasePruner or None, optional
         Which trials stop early: "asha" (Optuna's successive halving, asynchronous), "median", a
         pruner of Optuna, or None: none of them. "pbt": population-based training
