@@ -115,7 +115,8 @@ def search(
     ModuleNotFoundError : Optuna is not installed on rank 0.
     ValueError : arguments that do not fit; several hosts, over which `hororing.ray.search` runs
         trials; `init` was called without ``process_sets="dynamic"``.
-    RuntimeError : no trial had a result; a rank has left the search.
+    RuntimeError : no trial had a result; a rank has left the search, as by Ctrl-C.
+    OSError : rank 0 cannot make a socket in its folder of temporary files.
 
     Examples
     --------
@@ -145,6 +146,7 @@ def search(
             plan = Population(optuna, study, ranges, trials, seed, interval, maximize)
     ranks = range(hvd.size())
     rows = [[*ranks[i : i + ranks_per_trial]] for i in range(0, hvd.size(), ranks_per_trial)]
+    socket = _listen()
     sets = _sets(rows)
     record = _recorder(folder, name, maximize) if hvd.rank() == 0 else None
 
@@ -153,7 +155,7 @@ def search(
         assert record is not None
         return Hub(plan, connections, rows, len(rows) > 1, timeout_s, record)
 
-    connection = _connected(make_hub)
+    connection = _connected(socket, make_hub)
     message = Worker(connection, sets, train, timeout_s + 2 * GRACE_S).run()
     connection.close()
     if "error" in message:
@@ -229,34 +231,52 @@ def _sets(rows: list[list[int]]) -> list[ProcessSet]:
     return [hvd.add_process_set(row) for row in rows]
 
 
-def _connected(make_hub: Callable[[list[Connection]], Hub]) -> Connection:
-    """Start the hub on rank 0, and return this rank's connection to it."""
-    where, folder, listener = None, None, None
+@dataclass(frozen=True)
+class _Socket:
+    """Where the hub is, on every rank; on rank 0, what listens there."""
+
+    path: str
+    key: bytes
+    listener: Listener | None
+    folder: Any
+
+
+def _listen() -> _Socket:
+    """Make the hub's socket on rank 0; all ranks together."""
+    found: tuple[str, bytes] | str = ""
+    folder, listener = None, None
     if hvd.rank() == 0:
-        folder = tempfile.TemporaryDirectory(prefix="hororing-")  # for its owner only
-        key = secrets.token_bytes(32)
-        path = os.path.join(folder.name, "hub")
-        listener = Listener(path, "AF_UNIX", backlog=hvd.size(), authkey=key)
-        where = (path, key)
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="hororing-")  # for its owner only
+            found = (os.path.join(folder.name, "hub"), secrets.token_bytes(32))
+            listener = Listener(found[0], "AF_UNIX", backlog=hvd.size(), authkey=found[1])
+        except OSError as error:
+            where = f"in the folder {tempfile.gettempdir()} (TMPDIR)"
+            found = f"search: rank 0 cannot make a socket {where}: {error}"
+    found = hvd.broadcast_object(found, name="search.hub")
+    if isinstance(found, str):
+        raise OSError(found)
+    return _Socket(*found, listener, folder)
 
-    def accept_and_run() -> None:
-        assert listener is not None
-        assert folder is not None
-        connections: dict[int, Connection] = {}
-        while len(connections) < hvd.size():
-            accepted = listener.accept()
-            connections[accepted.recv()] = accepted
-        listener.close()
-        folder.cleanup()
-        make_hub([connections[rank] for rank in sorted(connections)]).run()
 
-    where = hvd.broadcast_object(where, name="search.hub")
-    if listener is not None:
-        threading.Thread(target=accept_and_run, daemon=True, name="hororing-search").start()
-    path, key = where
-    connection: Connection = Client(path, "AF_UNIX", authkey=key)
+def _connected(to: _Socket, make_hub: Callable[[list[Connection]], Hub]) -> Connection:
+    """Start the hub on rank 0, and return this rank's connection to it."""
+    if to.listener is not None:
+        threading.Thread(target=_accept_and_run, args=(to, make_hub), daemon=True).start()
+    connection: Connection = Client(to.path, "AF_UNIX", authkey=to.key)
     connection.send(hvd.rank())
     return connection
+
+
+def _accept_and_run(to: _Socket, make_hub: Callable[[list[Connection]], Hub]) -> None:
+    assert to.listener is not None
+    connections: dict[int, Connection] = {}
+    while len(connections) < hvd.size():
+        accepted = to.listener.accept()
+        connections[accepted.recv()] = accepted
+    to.listener.close()
+    to.folder.cleanup()
+    make_hub([connections[rank] for rank in sorted(connections)]).run()
 
 
 def _recorder(

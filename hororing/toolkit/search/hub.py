@@ -6,6 +6,7 @@ use collectives for that: a rank that waits for a trial to end would count as st
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable
@@ -79,7 +80,12 @@ class Hub:
         try:
             result: Message = self._search()
         except Exception as error:
-            result = {"error": f"{type(error).__name__}: {error}"}
+            result = {"error": str(error) or type(error).__name__}
+            for each in self._sets:
+                if each.trial is not None:
+                    waiting = [rank for rank in each.ranks if rank not in each.done]
+                    with contextlib.suppress(OSError):  # one has left
+                        self._send(waiting, {"kind": "give up", "number": each.trial.number})
         lost = [rank for each in self._sets if each.lost for rank in each.ranks]
         # Ranks that hang may not read: last.
         for rank in sorted(self._of_rank, key=lambda rank: (rank in lost, rank)):
@@ -98,7 +104,9 @@ class Hub:
                 try:
                     message = self._connections[rank].recv()
                 except (EOFError, OSError):
-                    raise RuntimeError(f"rank {rank} has left the search") from None
+                    message = {"kind": "left"}
+                if message["kind"] == "left":
+                    raise RuntimeError(f"rank {rank} has left the search")
                 self._of_rank[rank].heard[rank] = time.monotonic()
                 self._receive(rank, message)
             now = time.monotonic()

@@ -98,10 +98,14 @@ class Worker:
                 done = self._carry_out_trial(message)
                 with contextlib.suppress(OSError):  # the search has ended without this rank
                     self._connection.send(done)
+        except BaseException:  # Ctrl-C: others must not wait
+            with contextlib.suppress(OSError):
+                self._connection.send({"kind": "left"})
+            self._order_thread.join(_LAST_S)
+            raise
         finally:
             if in_main:
                 signal.signal(_SIGNAL, before)
-        self._orders.put(message)
         # Process sets are removed by all ranks together, and one that hangs may not take part.
         in_doubt = message["lost"] or "error" in message
         self._order_thread.join(_LAST_S if in_doubt else None)
@@ -161,6 +165,9 @@ class Worker:
             status, why = "given up", _where(error)
             if number not in self._given_up:  # else what was in flight has failed
                 status, why = "failed", f"{type(error).__name__}: {error} ({why})"
+        except BaseException:
+            self._running = None
+            raise
         times = {"begin": begin, "end": time.monotonic()}
         return {"kind": "done", "number": number, "status": status, "value": value, "why": why,
                 **times}  # fmt: skip
@@ -209,10 +216,12 @@ class Worker:
                     self._answers.put(message)
                 elif kind == "give up":
                     self._give_up(message["number"])
-                elif kind == "end" or (kind == "trial" and not message["ordered"]):
+                elif kind == "end":
+                    self._orders.put(message)
                     self._trials.put(message)
-                    if kind == "end":
-                        return
+                    return
+                elif kind == "trial" and not message["ordered"]:
+                    self._trials.put(message)
                 elif kind != "ping":
                     self._orders.put(message)
         except (EOFError, OSError):

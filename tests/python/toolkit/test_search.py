@@ -152,6 +152,23 @@ def case_records_and_a_study_that_goes_on():
         shutil.rmtree(folder)
 
 
+def case_a_rank_that_leaves_ends_the_search_on_all():
+    def train(trial):
+        if trial.number == 3 and trial.process_set.rank() == 0:
+            raise KeyboardInterrupt
+        time.sleep(0.02)
+        return distance(trial)
+
+    with pytest.raises((KeyboardInterrupt, RuntimeError)) as caught:
+        search(SPACE, train, trials=30, ranks_per_trial=2, scheduler=None)
+    if caught.type is RuntimeError:
+        assert "has left the search" in str(caught.value)
+    kinds = hvd.allgather_object(caught.type is KeyboardInterrupt)
+    assert kinds.count(True) == 1
+    found = search(SPACE, distance, trials=3, ranks_per_trial=2)  # the job goes on
+    assert len(found.trials) == 3
+
+
 def case_arguments_that_do_not_fit():
     for wrong, text in (
         ({"ranks_per_trial": 3}, "must divide the 4 ranks"),
