@@ -29,40 +29,63 @@ def reduce_gradients(gradients: Any, prefix: str, settings: Reduction, weight: A
     paths, structure = jax.tree_util.tree_flatten_with_path(gradients)
     leaves = [arrays.checked(leaf, prefix) for _, leaf in paths]
     names = [f"{prefix}{jax.tree_util.keystr(path)}" for path, _ in paths]
-    results = list(leaves)
-    for group in _groups(leaves, settings.groups, prefix):
-        more = f"+{len(group) - 1}" if len(group) > 1 else ""
-        call = Call(
-            ALLREDUCE, "allreduce", names[group[0]] + more, prefix, settings.process_set,
-            op=settings.op,
-        )  # fmt: skip
-        reduced = reduce_leaves(
-            call, [leaves[at] for at in group], settings.compression, settings.factors, weight
-        )
-        for at, result in zip(group, reduced, strict=True):
-            results[at] = result
+    parts = _parts(leaves, settings.groups)
+    results = reduce_parts(leaves, names, parts, prefix, settings, weight)
     return jax.tree_util.tree_unflatten(structure, results)
 
 
-def _groups(leaves: Sequence[Any], wanted: Any, what: str) -> list[list[int]]:
+def reduce_parts(
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    parts: Sequence[Sequence[int]],
+    site: str,
+    settings: Reduction,
+    weight: Any = None,
+) -> list[Any]:
+    """Return the reduced leaves; each of `parts`, places of leaves, is one request."""
+    results = list(leaves)
+    for part in parts:
+        more = f"+{len(part) - 1}" if len(part) > 1 else ""
+        call = Call(
+            ALLREDUCE, "allreduce", names[min(part)] + more, site, settings.process_set,
+            op=settings.op,
+        )  # fmt: skip
+        given = [leaves[at] for at in part]
+        reduced = reduce_leaves(call, given, settings.compression, settings.factors, weight)
+        for at, result in zip(part, reduced, strict=True):
+            results[at] = result
+    return results
+
+
+def check_groups(what: str, groups: Any) -> None:
+    """Raise NotImplementedError for lists of variables, which JAX has not."""
+    if isinstance(groups, list | tuple):
+        raise NotImplementedError(
+            f"{what}: groups must be a number: arrays of JAX have no identity by which lists could "
+            "name them"
+        )
+
+
+def _parts(leaves: Sequence[Any], wanted: Any) -> list[list[int]]:
     """Return places of leaves that are reduced together."""
     count = len(leaves)
-    if not isinstance(wanted, int):
-        raise NotImplementedError(
-            f"{what}: groups must be a number here: arrays of JAX have no identity by which lists "
-            "could name them"
-        )
     if wanted:
         parts = min(wanted, count)
         return [list(range(count * at // parts, count * (at + 1) // parts)) for at in range(parts)]
+    return in_groups(leaves, range(count))
+
+
+def in_groups(leaves: Sequence[Any], places: Sequence[int]) -> list[list[int]]:
+    """Return `places` in groups of about _GROUP_BYTES."""
     groups: list[list[int]] = []
     room = 0
-    for at in reversed(range(count)):  # the last layers have their gradients first
-        if not groups or leaves[at].nbytes > room:
+    for at in reversed(places):  # the last layers have their gradients first
+        bytes_ = leaves[at].size * leaves[at].dtype.itemsize
+        if not groups or bytes_ > room:
             groups.append([])
             room = _GROUP_BYTES
         groups[-1].append(at)
-        room -= leaves[at].nbytes
+        room -= bytes_
     return groups
 
 
@@ -135,6 +158,7 @@ def value_and_grad(
 
     >>> loss, gradients = hvd.value_and_grad(lambda x: (x**2).sum())(jnp.ones(3))
     """
+    check_groups("value_and_grad", groups)
     settings = checked_reduction(
         "value_and_grad", op=op, compression=compression, groups=groups,
         gradient_predivide_factor=gradient_predivide_factor, process_set=process_set,

@@ -13,7 +13,7 @@ from hororing._requests.arguments import Average
 from hororing._requests.compression import Compressor, NoneCompressor
 from hororing._requests.process_sets import ProcessSet, global_process_set
 from hororing.jax._ffi.arrays import checked_weight
-from hororing.jax.gradients import reduce_gradients
+from hororing.jax.gradients import check_groups, reduce_gradients
 
 
 class DistributedState(NamedTuple):
@@ -98,6 +98,7 @@ def DistributedOptimizer(
             f"{WHAT} takes a transformation of optax, such as optax.adamw(1e-3), not "
             f"{type(optimizer).__name__}; in flax, wrap what becomes `tx`"
         )
+    check_groups(WHAT, groups)
     settings = checked_settings(
         name=name, compression=compression, op=op, num_groups=num_groups, groups=groups,
         backward_passes_per_step=backward_passes_per_step, process_set=process_set,

@@ -1,6 +1,6 @@
-"""Keras on JAX: gradients go through host memory, in callbacks that JAX keeps in order.
+"""Keras on JAX: the verbs of hororing.jax, inside the train step that Keras compiles.
 
-There is no hororing.jax; arrays are reduced as NumPy arrays.
+Sums over several batches are kept in host memory, by callbacks that JAX keeps in order.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
-import hororing.numpy as hvd
 from hororing._adapters.optimizer_options import Settings
-from hororing._requests.compression import compressed
-from hororing.keras.backends.dense import reduce_all
+from hororing.jax import errors
+from hororing.jax.gradients import in_groups, reduce_parts
 
 F = TypeVar("F", bound=Callable[..., Any])
 _failures: list[Exception] = []  # of the last callback
@@ -28,16 +27,13 @@ def reduce(
     groups: Sequence[Sequence[int]],
     settings: Settings,
 ) -> list[Any]:
-    """See `Backend`."""
-
-    def on_host(*arrays: Array) -> list[Array]:
-        return reduce_all(hvd, arrays, names, groups, settings)
-
-    return compressed(
-        settings.compression,
-        gradients,
-        lambda packed: _call(on_host, [_like(tensor) for tensor in packed], packed),
-    )
+    """See `Backend`. Gradients without a group are reduced in groups of about 8 MiB."""
+    _check_alone()
+    grouped = {at for group in groups for at in group}
+    others = [at for at in range(len(gradients)) if at not in grouped]
+    leaves = [jax.numpy.asarray(gradient) for gradient in gradients]
+    parts = [*groups, *in_groups(leaves, others)]
+    return reduce_parts(leaves, names, parts, settings.name, settings, settings.weight)
 
 
 class HostAccumulator:
@@ -128,11 +124,11 @@ def convert_error(error: Exception) -> Exception | None:
     """See `Backend`."""
     if not isinstance(error, jax.errors.JaxRuntimeError):
         return error
-    return _failures.pop() if _failures else None
+    return errors.convert_error(error) or (_failures.pop() if _failures else None)
 
 
 def prepare(model: Any) -> None:
-    """Do nothing: JAX compiles callbacks."""
+    """Do nothing: JAX compiles requests."""
 
 
 def _like(tensor: Any) -> jax.ShapeDtypeStruct:
@@ -141,13 +137,6 @@ def _like(tensor: Any) -> jax.ShapeDtypeStruct:
 
 def _call(function: Callable[..., list[Any]], results: list[Any], tensors: list[Any]) -> list[Any]:
     """Call `function` with arrays: now, or whenever the traced function runs."""
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"DistributedOptimizer: JAX spans {jax.process_count()} processes, and would call "
-            "hororing in one of them only; leave out keras.distribution.initialize and "
-            "jax.distributed.initialize, so that each rank computes by itself, or train without "
-            "DistributedOptimizer"
-        )
     if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
 
         def with_arrays(*values: Any) -> list[Any]:
@@ -160,3 +149,14 @@ def _call(function: Callable[..., list[Any]], results: list[Any], tensors: list[
 
         return list(io_callback(with_arrays, results, *tensors, ordered=True))
     return [jax.numpy.asarray(each) for each in function(*map(np.asarray, tensors))]
+
+
+def _check_alone() -> None:
+    """Raise ValueError if JAX joins several processes in one computation."""
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"DistributedOptimizer: JAX spans {jax.process_count()} processes, and would call "
+            "hororing in one of them only; leave out keras.distribution.initialize and "
+            "jax.distributed.initialize, so that each rank computes by itself, or train without "
+            "DistributedOptimizer"
+        )
