@@ -36,7 +36,7 @@ class SyncBatchNorm(linen.BatchNorm):  # type: ignore[misc]
 
     process_set: ProcessSet = global_process_set
 
-    @linen.compact
+    @linen.compact  # type: ignore[untyped-decorator]
     def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
         """Normalise `x`; `mask` says which elements count."""
         batch_norm.refuse_axis_name(self.axis_name, _WHAT)

@@ -203,6 +203,16 @@ mlir.register_lowering(
 )
 
 
+def _refuse(ctx: Any, *operands: Any, call: Call, weighted: bool) -> Any:
+    raise NotImplementedError(
+        f"{call.verb}: compiled functions that communicate run on the CPU only so far; call it "
+        "outside of jax.jit, or compile for jax.devices('cpu')[0] with jax.default_device"
+    )
+
+
+mlir.register_lowering(_request, _refuse)  # on other platforms
+
+
 def _batched(operands: Any, dims: Any, *, call: Call, weighted: bool) -> Any:
     """Communicate whole batches; ranks have equally large ones."""
     if call.op == Adasum and call.collective == ALLREDUCE:

@@ -1,4 +1,4 @@
-"""Training with hororing.jax: optimizers, states, batch normalisation; N ranks equal one process."""
+"""Training with hororing.jax: optimizers, states, batch normalisation. Ranks equal one process."""
 
 from __future__ import annotations
 
