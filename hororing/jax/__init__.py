@@ -26,6 +26,7 @@ from hororing.jax.compression import Compression
 from hororing.jax.errors import *  # noqa: F403
 from hororing.jax.functions import *  # noqa: F403
 from hororing.jax.gradients import *  # noqa: F403
+from hororing.jax.guard import guard
 from hororing.jax.optimizer import DistributedOptimizer
 from hororing.jax.verbs import *  # noqa: F403
 
@@ -35,6 +36,7 @@ __all__ = [
     "allgather_object",
     "broadcast_object",
     "elastic",
+    "guard",
     "join",
 ]
 __all__ += errors.__all__

@@ -259,3 +259,34 @@ def case_examples_in_docstrings():
         each.globs = dict(names)
         runner.run(each)
     assert runner.failures == 0
+
+
+def case_a_guard_names_the_leaf_that_differs():
+    def tree(odd):
+        kernel = np.ones((3, 4), np.float32)
+        kernel[1, 2] += odd
+        return {
+            "layer": {"kernel": jnp.asarray(kernel), "bias": jnp.zeros(4, jnp.bfloat16)},
+            "count": 3,
+            "key": jax.random.key(RANK),
+        }
+
+    same, last = tree(0), SIZE - 1
+    for step in range(1, 5):
+        assert hvd.guard(same, step, every=2) is same
+    with pytest.raises(ValueError, match="outside of compiled functions"):
+        jax.jit(lambda x: hvd.guard(x, 2))(jnp.ones(3))
+    if SIZE == 1:
+        return
+    odd = tree(0.5 if last == RANK else 0)
+    with pytest.raises(hvd.MismatchError, match=r"at step 6 \(last equal at 4\): \['layer'\]"):
+        hvd.guard(odd, 6, every=2)
+    found = []
+    hvd.guard(odd, 8, every=2, on_divergence=found.append)
+    assert found[0].at == [1, 2]
+    assert found[0].largest == 0.5
+    if SIZE > 2:
+        repaired = hvd.guard(odd, 10, every=2, on_divergence="repair")
+        assert repaired["layer"]["kernel"][1, 2] == 1
+        assert repaired["layer"]["bias"].dtype == jnp.bfloat16
+        hvd.guard(repaired, 12, every=2)
