@@ -123,13 +123,17 @@ class Watch:
         every = self.options.every
         return bool(every and steps and (steps == 1 or steps % every == 0))
 
-    def send_digests(self, reductions: int) -> None:
-        """Send the digests of replicas, if they are due. Does not block."""
+    def enter(self, reductions: int) -> None:
+        """Count from here, if this is the first step since `init` or `join`."""
         if self._era != state.process.era:
             self._era, self._first, self._handle = state.process.era, reductions, 0
             self._flags, self._sent = 0, []
             self._before = self._counts["steps"]
             self.source.begin()
+
+    def send_digests(self, reductions: int) -> None:
+        """Send the digests of replicas, if they are due. Does not block."""
+        self.enter(reductions)
         count = reductions - self._first
         self._counts["steps"] = self._before + count
         if self.is_due(count):

@@ -64,7 +64,8 @@ class Guard:
         What happens when a gradient of some rank is infinite or NaN, before it is reduced. "warn":
         a warning in the log names it. "error": FloatingPointError on all ranks. "skip": `step` of
         `hvd.DistributedOptimizer` does nothing, on all ranks. None: nobody looks. With
-        `torch.amp.GradScaler`, which skips such steps itself, only at scales of 1 or less.
+        `torch.amp.GradScaler`, which skips such steps itself, only at scales of 1 or less. Those of
+        sharded parameters (FSDP) are not looked at: ValueError for "error" and "skip".
     max_skips : int
         FloatingPointError on all ranks after so many skipped steps in a row.
     snapshot : path or None
@@ -131,7 +132,13 @@ class Guard:
         named = min(source.names().values(), default="")
         process_set = _process_set(model, optimizer)
         self._watch = Watch(named, source, options, process_set)
-        if options.on_nonfinite is not None:
+        sharded = source.sharded_parameters()
+        if sharded and options.on_nonfinite in ("error", "skip"):
+            raise ValueError(
+                f'Guard: on_nonfinite="{options.on_nonfinite}" needs whole parameters, but '
+                f"{sharded[0]} is sharded; its gradients are not looked at: pass on_nonfinite=None"
+            )
+        if options.on_nonfinite is not None and not sharded:
             source.finite = Finite(self._watch.note)
             source.finite.follow(source.names())
         self._attach(model, optimizer)
@@ -160,6 +167,7 @@ class Guard:
         count = 0
 
         def before(*_: Any) -> None:
+            watch.enter(count)
             watch.send_flags()
             watch.receive()
 

@@ -61,6 +61,11 @@ class Tensors:
                     names[param] = f"{name} (of the optimizer)" if taken else name
         return names
 
+    def sharded_parameters(self) -> list[str]:
+        """Return the names of parameters of which this rank has a part."""
+        named = self.names().items()
+        return [name for param, name in named if hasattr(param, "placements") or _is_flat(param)]
+
     def _listed(self) -> Iterator[tuple[str, str, Any]]:
         """Yield kind, name, and tensor or number, of everything that may be compared."""
         optimizer = self.optimizer()

@@ -19,6 +19,8 @@ import session
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import hororing.torch as hvd
 from hororing.guard import options as guard_options
@@ -532,6 +534,26 @@ def case_distributed_data_parallel() -> None:
     guard.close()
 
 
+def case_sharded_parameters_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    model.register_buffer("scale", torch.ones(3))
+    fully_shard(model, mesh=init_device_mesh("cpu", (hvd.size(),)))
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=r"0.weight is sharded; its gradients are not looked at"):
+        hvd.Guard(model, optimizer, on_nonfinite="error")
+    found: list[Any] = []
+    guard = hvd.Guard(model, optimizer, every=2, on_divergence=found.append)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        if step == 0 and hvd.rank() == 1:
+            model.scale[1] = 2
+    (finding,) = found
+    assert (finding.tensor, finding.ranks, finding.last_equal) == ("scale", [1], 1)
+    assert {"0.weight", "1.bias: exp_avg"} <= set(guard.report()["excluded"]["sharded"])
+
+
 def case_another_optimizer_counts_its_steps() -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -544,7 +566,8 @@ def case_another_optimizer_counts_its_steps() -> None:
             param.grad = torch.ones_like(param)
         optimizer.step()
     (finding,) = found
-    assert (finding.tensor, finding.ranks, finding.last_equal) == ("last.weight", [0], 3)
+    assert (finding.tensor, finding.ranks) == ("last.weight", [0])
+    assert (finding.step, finding.last_equal) == (6, 3)
 
 
 def case_by_the_environment() -> None:
