@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hororing.hororun.host.local import memory_file
 from hororing.testing import rank
 from hororing.testing.channel import Channel, Closed
 from hororing.testing.messages import Plan, Seat, Test
@@ -110,7 +111,7 @@ class Functions:
 
     def become(self, seat: Seat) -> tuple[int, ...]:
         """See `rank.Work`."""
-        output = os.memfd_create("hororing-output")
+        output = memory_file("output", b"")
         for number in (1, 2):
             os.dup2(output, number)
         return (output,)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from hororing.hororun.call import text_of
+from hororing.hororun.host.local import memory_file
 from hororing.testing.faults import armed
 from hororing.testing.mark import delays_of
 from hororing.testing.messages import Ended, Failing, Phase, Seat, Suite, Test, Warned
@@ -76,14 +77,14 @@ class Items:
             self._config.option.basetemp = seat.folder
             paths = self._config._tmp_path_factory  # type: ignore[attr-defined]
             paths._given_basetemp, paths._basetemp = Path(seat.folder), None
+        if self._config.option.capture == "no":
+            return ()
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
         # A copy would share the files, and their positions, with all other ranks.
         capture.suspend_global_capture(in_=True)
         capture.stop_global_capturing()
-        if self._config.option.capture == "no":
-            return ()
         # What is printed between the phases of tests, such as by threads.
-        self._between = os.memfd_create("hororing-output")
+        self._between = memory_file("output", b"")
         for number in (1, 2):
             os.dup2(self._between, number)
         capture.start_global_capturing()

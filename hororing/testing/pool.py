@@ -104,7 +104,7 @@ class Pool:
             else Store(job=job, size=size, secret=secret)
         )
         self._store.start_thread()
-        files = [memory_file("secret", secret), os.memfd_create("hororing-store")]
+        files = [memory_file("secret", secret), memory_file("store", b"")]
         self._processes: list[Process] = []
         try:
             self._processes = starter.start(size, self._variables, folder, *files)

@@ -21,7 +21,7 @@ from hororing.testing.messages import Plan, Seat
 
 _START_S = 300.0  # to import and collect: a busy machine takes a minute to import TensorFlow
 _GUARD_S = 3.0
-# One thread each: several are waste with several ranks, and cannot be forked.
+# Unless the user sets them. Several threads are waste with several ranks, and cannot be forked.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -193,7 +193,7 @@ class _Prepared:
         self.channel, other = pair()
         self.popen: Any = local.start(
             [sys.executable, "-c", fork_server.PROGRAM, str(other.fileno())],
-            env={**environment.inherited(), **_ENVIRONMENT}, cwd=directory,
+            env={**_ENVIRONMENT, **environment.inherited()}, cwd=directory,
             stdin=subprocess.DEVNULL, pass_fds=[other.fileno()],
         )  # fmt: skip
         other.close()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 from hororing.hororun import call
+from hororing.hororun.host.local import memory_file
 from hororing.testing import doing
 from hororing.testing.channel import Channel, Closed
 from hororing.testing.faults import armed
@@ -50,7 +51,7 @@ def serve(seat: Seat, files: list[int], work: Work, parent: int) -> NoReturn:
         if module in sys.modules:
             sys.modules[module].random.seed()
     outputs = work.become(seat)
-    stacks = os.memfd_create("hororing-stacks")
+    stacks = memory_file("stacks", b"")
     faulthandler.enable(stacks)
     faulthandler.register(STACKS, stacks, all_threads=True)
     os._exit = functools.partial(_leave, os._exit, stacks)

@@ -40,3 +40,39 @@ def test_a_framework(framework: str, tmp_path: Path):
     file = ROOT / "tests/python/support" / f"{framework}_on_ranks.py"
     (tmp_path / "test_ranks.py").write_text(file.read_text())
     passed(tmp_path)
+
+
+THREADS = """
+import os, threading, time, pytest
+import hororing.numpy as hvd
+
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+
+@pytest.mark.ranks(2)
+def test_each_rank_has_the_thread():
+    assert len({*hvd.allgather_object(os.getppid())}) == 1  # that of the tests, not forked
+    assert threading.active_count() > 2
+
+@pytest.mark.ranks(2)
+def test_a_rank_dies():
+    if hvd.rank():
+        os._exit(3)
+    hvd.barrier()
+
+@pytest.mark.ranks(2)
+def test_there_are_new_ranks():
+    hvd.barrier()
+"""
+
+
+@tiers.full
+@pytest.mark.parametrize("capture", ["no", "sys"])
+def test_files_that_start_threads_are_imported_by_each_rank(capture: str, tmp_path: Path):
+    (tmp_path / "test_threads.py").write_text(THREADS)
+    ended = subprocess.run(
+        [*PYTEST, f"--capture={capture}"], cwd=tmp_path, capture_output=True, text=True,
+        timeout=230, check=False,
+    )  # fmt: skip
+    assert "1 failed, 2 passed" in ended.stdout, ended.stdout + ended.stderr
+    line = THREADS.splitlines().index("        os._exit(3)") + 1
+    assert f"rank 1 ended its process with code 3 in call at test_threads.py:{line}" in ended.stdout
