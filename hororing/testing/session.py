@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import pickle
+import secrets
 import sys
 import warnings
 from typing import Any
@@ -128,6 +129,8 @@ def _suite(config: pytest.Config, items: list[pytest.Item]) -> Suite:
             continue
         options[name] = value
     options.pop("file_or_dir", None)  # `arguments` has the files
+    if "hypothesis_seed" in options and options["hypothesis_seed"] is None:
+        options["hypothesis_seed"] = str(secrets.randbits(32))  # the same examples on all ranks
     arguments = ["--rootdir", str(config.rootpath)]
     if config.inipath is not None:
         arguments += ["-c", str(config.inipath)]

@@ -6,6 +6,8 @@ import doctest
 import importlib
 import os
 
+import hypothesis
+import hypothesis.strategies
 import numpy as np
 import pytest
 
@@ -106,6 +108,13 @@ def test_who_raises_and_what_is_the_same():
             hororing.testing.assert_same(value)
         assert text in str(found.value)
         hvd.barrier()
+
+
+@pytest.mark.ranks(2)
+@hypothesis.settings(max_examples=10, database=None, derandomize=False)
+@hypothesis.given(hypothesis.strategies.integers())
+def test_hypothesis_has_the_same_examples_on_all_ranks(number):
+    hororing.testing.assert_same(number)
 
 
 def test_the_process_of_the_tests_is_no_rank():
