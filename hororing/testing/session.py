@@ -13,7 +13,7 @@ import pytest
 
 from hororing.testing import reports
 from hororing.testing.mark import size_of, wish_of
-from hororing.testing.messages import HORORING, Plan, Suite, Test, Warned
+from hororing.testing.messages import BACKENDS, Plan, Suite, Test, Warned
 from hororing.testing.pool import Pool
 from hororing.testing.processes import Starter, StartError
 
@@ -43,7 +43,7 @@ class Ranks:
         assert mark is not None
         wish = wish_of(mark)
         limit_s = wish.limit_s or self._limit_s()
-        backend = wish.backend or self._config.getini("ranks_backend") or HORORING
+        backend = wish.backend or self._backend()
         try:
             pool = self._pool(size_of(item), wish.elastic)
         except StartError as error:
@@ -54,6 +54,12 @@ class Ranks:
         if not pool.usable:
             pool.finish()
         return reports.merge(item, outcomes, limit_s)
+
+    def _backend(self) -> str:
+        found = str(self._config.getini("ranks_backend"))
+        if found not in BACKENDS:
+            raise pytest.UsageError(f"ranks_backend = {found}: there are {', '.join(BACKENDS)}")
+        return found
 
     def _limit_s(self) -> float:
         text = self._config.getini("ranks_limit_s")

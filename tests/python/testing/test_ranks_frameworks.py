@@ -76,3 +76,22 @@ def test_files_that_start_threads_are_imported_by_each_rank(capture: str, tmp_pa
     assert "1 failed, 2 passed" in ended.stdout, ended.stdout + ended.stderr
     line = THREADS.splitlines().index("        os._exit(3)") + 1
     assert f"rank 1 ended its process with code 3 in call at test_threads.py:{line}" in ended.stdout
+
+
+@tiers.full
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("ranks_backend=nccl", "ranks_backend = nccl: there are hororing, gloo"),
+        ("ranks_limit_s=5s", "ranks_limit_s = 5s: not a number"),
+    ],
+)
+def test_wrong_settings_are_named(setting: str, text: str, tmp_path: Path):
+    test = "import pytest\n@pytest.mark.ranks(2)\ndef test_nothing(): pass\n"
+    (tmp_path / "test_settings.py").write_text(test)
+    ended = subprocess.run(
+        [*PYTEST, "-o", setting], cwd=tmp_path, capture_output=True, text=True, timeout=230,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode == pytest.ExitCode.USAGE_ERROR
+    assert text in ended.stderr + ended.stdout
