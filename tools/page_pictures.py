@@ -96,7 +96,9 @@ class Job:
         script.write_text(RANK)
         hororun = [sys.executable, "-m", "hororing.hororun", "--grace", "1", "--page", "0"]
         self._process = subprocess.Popen(
-            [*hororun, "-np", "4", "python", str(script), *arguments],
+            # env: the page shows how a rank was called, and no path of this machine.
+            [*hororun, "-np", "4", "env", "python", script.name, *arguments],
+            cwd=self._folder.name,
             stderr=subprocess.PIPE,
             text=True,
         )

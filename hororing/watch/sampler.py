@@ -77,7 +77,9 @@ class Sampler:
         ranks = []
         for pid, rank in list(self._ranks.items()):
             try:
-                ranks.append(self._read(pid, rank))
+                sample = self._read(pid, rank)
+                if sample["rank"] is not None:  # else an elastic job has not taken it in yet
+                    ranks.append(sample)
             except (OSError, ValueError):  # it has ended
                 self._forget(pid)
         found = []

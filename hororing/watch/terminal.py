@@ -75,7 +75,6 @@ def watch(wanted: str | None, all_users: bool = False) -> Iterator[list[Job]]:
 def picture(state: dict[str, Any]) -> Any:
     """The state of a job, as rich draws it."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     head = Text(f"job {state['job']}", style="bold")
@@ -89,6 +88,27 @@ def picture(state: dict[str, Any]) -> Any:
     for name, text in (("shared_memory", "in hosts"), ("between_hosts", "between hosts")):
         if rate := state[f"{name}_bytes_per_s"]:
             facts.append(f"{rate / 1e6:.1f} MB/s {text}")
+    lines: list[Any] = [head, Text(", ".join(facts))]
+    colours = {"hang": "bold red", "waiting": "yellow", "late": "yellow", "link": "yellow"}
+    for each in state["findings"]:
+        prefix = "HANG: " if each["kind"] == "hang" else ""
+        lines.append(Text(prefix + each["text"], style=colours.get(each["kind"], "cyan")))
+        lines += [Text("    " + line.strip()) for line in each["stack"].splitlines()[1:7]]
+    table = _table(state)
+    values = state["metrics"]["values"]
+    if values:
+        step_text = "" if state["metrics"]["step"] is None else f"step {state['metrics']['step']}: "
+        shown = ", ".join(f"{name} {value:.6g}" for name, value in values.items())
+        table.caption = Text(step_text + shown)  # as it is: it may look like markup
+        table.caption_justify = "left"
+    return Group(*lines, table, "")
+
+
+def _table(state: dict[str, Any]) -> Any:
+    """The ranks; those that matter, if there are too many for a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "host", "pid", "late", "waits", "batches", "core", "queue", "now"):
         table.add_column(name, justify="left" if name in ("host", "now") else "right")
@@ -98,31 +118,19 @@ def picture(state: dict[str, Any]) -> Any:
         if each["kind"] not in ("host", "log")
         for rank in each["ranks"]
     }
-    # Those that matter, if there are too many for a terminal.
     order = sorted(state["ranks"], key=lambda each: (each["rank"] not in named, -each["late_s"]))
     shown_ranks = {each["rank"] for each in order[:_MOST_ROWS]}
     for each in [rank for rank in state["ranks"] if rank["rank"] in shown_ranks]:
         table.add_row(
-            str(each["rank"]), Text(each["host"]), f"{each['pid']} {each['state']}", ms(each["late_s"]),
-            ms(each["waited_s"]), ms(each["batch_s"]), f"{each['core_share']:.0%}",
-            f"{each['queued_share']:.0%}", Text(each["doing"], overflow="ellipsis", no_wrap=True),
+            str(each["rank"]), Text(each["host"]), f"{each['pid']} {each['state']}",
+            ms(each["late_s"]), ms(each["waited_s"]), ms(each["batch_s"]),
+            f"{each['core_share']:.0%}", f"{each['queued_share']:.0%}",
+            Text(each["doing"], overflow="ellipsis", no_wrap=True),
             style="bold" if each["rank"] in named else "",
         )  # fmt: skip
     if len(order) > _MOST_ROWS:
         table.add_row("...", f"{len(order) - _MOST_ROWS} more", *[""] * 7)
-    lines: list[Any] = [head, Text(", ".join(facts))]
-    colours = {"hang": "bold red", "waiting": "yellow", "late": "yellow", "link": "yellow"}
-    for each in state["findings"]:
-        prefix = "HANG: " if each["kind"] == "hang" else ""
-        lines.append(Text(prefix + each["text"], style=colours.get(each["kind"], "cyan")))
-        lines += [Text("    " + line.strip()) for line in each["stack"].splitlines()[1:7]]
-    values = state["metrics"]["values"]
-    if values:
-        step_text = "" if state["metrics"]["step"] is None else f"step {state['metrics']['step']}: "
-        shown = ", ".join(f"{name} {value:.6g}" for name, value in values.items())
-        table.caption = Text(step_text + shown)  # as it is: it may look like markup
-        table.caption_justify = "left"
-    return Group(*lines, table, "")
+    return table
 
 
 def ms(seconds: float) -> str:

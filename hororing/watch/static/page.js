@@ -60,6 +60,7 @@ function showTiles(state) {
     ["steps / s", number(state.steps_per_s)],
     ["samples / s", number(state.samples_per_s)],
     ["batches / s", number(state.batches_per_s)],
+    ["batches in a step", number(state.steps_per_s ? state.batches_per_s / state.steps_per_s : null)],
     ["tensors in a batch", number(state.batches_per_s ? state.tensors_per_s / state.batches_per_s : null)],
     ["overlap with backward", share(state.overlap)],
     ["within hosts", `${bytes(state.shared_memory_bytes_per_s)}/s`],

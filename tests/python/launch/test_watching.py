@@ -9,6 +9,7 @@ import http.client
 import importlib.util
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 import hororun_jobs
 import pytest
 
-from hororing.watch import hub, links, metrics, page
+from hororing.watch import hub, links, metrics, page, sampler
 from hororing.watch.findings import Seen, of_hosts, of_late_ranks, of_links, of_waits
 from hororing.watch.rates import Rates
 
@@ -289,6 +290,15 @@ def test_a_slow_link_and_a_host_without_cores_are_named():
     host = {"host": "h", "cores": 2, "steal_share": 0.3}
     (found,) = of_hosts([host], {0: seen()})
     assert "the hypervisor takes 30%" in found.text
+
+
+def test_a_process_without_a_rank_is_not_shown_yet(monkeypatch: pytest.MonkeyPatch):
+    one = sampler.Sampler("-")
+    for pid in (1, 2):
+        one._ranks[pid] = sampler._Rank(os.open("/dev/null", os.O_RDONLY))
+    monkeypatch.setattr(one, "_read", lambda pid, _: {"rank": {1: 3, 2: None}[pid]})
+    assert one.sample()["ranks"] == [{"rank": 3}]
+    one.close()
 
 
 def test_connections_between_ranks_have_both_their_ends():
