@@ -29,7 +29,7 @@ _COMPARED = 200  # characters; one text may be cut
 
 
 class _RankPrefix(logging.Filter):
-    """Puts "[rank 1]" before every message, and warnings into the flight recorder."""
+    """Puts "[rank 1]" before messages, if it is known, and warnings into the flight recorder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class _RankPrefix(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         rank = getattr(record, "of_rank", self.rank)
-        record.msg = f"[rank {'?' if rank is None else rank}] {record.getMessage()}"
+        record.msg = ("" if rank is None else f"[rank {rank}] ") + record.getMessage()
         record.args = ()
         if record.levelno >= logging.WARNING:
             recorder.tell(record.levelno, record.msg)

@@ -328,7 +328,8 @@ KNOBS: tuple[Knob, ...] = (
         "LOG_LEVEL",
         LEVEL,
         "warning",
-        "lowest level that is logged, to Python's logger 'hororing'",
+        "lowest level that is logged, to Python's logger 'hororing'; debug: tracebacks also have "
+        "the frames of hororing and of frameworks, and hororun shortens nothing",
         aliases=(_same("HOROVOD_LOG_LEVEL", LEVEL),),
     ),
     Knob(

@@ -102,7 +102,8 @@ def main(
     if arguments.dry_run:
         return _dry_run(placed, command, variables)
     limits.raise_files()  # elastic jobs may grow
-    output = _output(arguments, size, only_from, elastic is not None)
+    level = variables.get("HORORING_LOG_LEVEL", variables.get("HOROVOD_LOG_LEVEL"))
+    output = _output(arguments, size, only_from, elastic is not None, level != "debug")
     rsh = arguments.rsh_agent or start.ssh(arguments.ssh_port, arguments.ssh_identity_file)
     try:
         with beside_module.started(arguments, rsh, output) as beside:
@@ -336,7 +337,11 @@ def _membership(directory: str | None) -> Path | None:
 
 
 def _output(
-    arguments: argparse.Namespace, size: int, only_from: set[int] | None, elastic: bool
+    arguments: argparse.Namespace,
+    size: int,
+    only_from: set[int] | None,
+    elastic: bool,
+    folds: bool,
 ) -> Output:
     tag = size > 1 if arguments.tag_output is None else arguments.tag_output
     streams: dict[str, io.RawIOBase] = {}
@@ -352,7 +357,7 @@ def _output(
         only_from=only_from,
         directory=arguments.output,
         elastic=elastic,
-        folds=environment.variables().get("HORORING_LOG_LEVEL") != "debug",
+        folds=folds,
     )
 
 
