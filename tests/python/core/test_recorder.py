@@ -77,7 +77,7 @@ def test_a_rank_that_others_wait_for_is_asked_what_it_is_doing(
         told = ask(capsys, "--pid", pid)
         assert "main thread: has not written its stack" in told
         assert f"rank 1 is stopped: kill -CONT {pid} lets it go on\n" in told
-        no_answer = "next, does not answer: its process is stopped"
+        no_answer = "and does not answer: its process is stopped"
         assert poll(lambda: no_answer in job.printed(0)), job.report()
         # Killed.
         os.kill(pid, signal.SIGKILL)
