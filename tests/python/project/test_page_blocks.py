@@ -25,6 +25,9 @@ ROOT = Path(__file__).parents[3]
 
 # Blocks that do not run here, by their page, or by words in them.
 NOT_HERE = {
+    "tutorial.md": "test_tutorial.py runs it",
+    "show(step, loss": "it is one line of a loop",
+    "search(space, train": "its ranks are those of one trial; test_search.py",
     "migrating.md": "it changes what `import horovod` means; test_as_horovod.py",
     "jax.md": "tests/python/jax/test_jax_programs.py",
     "RayExecutor(": "test_ray.py, where Ray is installed",
