@@ -157,7 +157,8 @@ def search(
 
     connection = _connected(socket, make_hub)
     message = Worker(connection, sets, train, timeout_s + 2 * GRACE_S).run()
-    connection.close()
+    if not message["lost"]:
+        connection.close()
     if "error" in message:
         raise RuntimeError(f"search: {message['error']}")
     if message["best"] is None:

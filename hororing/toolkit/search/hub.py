@@ -93,6 +93,20 @@ class Hub:
                 self._connections[rank].send({"kind": "end", "lost": lost, **result})
             except OSError:  # it has left
                 continue
+        if lost:
+            self._wait_for_ends({rank for rank in self._of_rank if rank not in lost})
+
+    def _wait_for_ends(self, well: set[int]) -> None:
+        """Wait for the processes of these ranks: those that hang end with them, see the worker."""
+        while well:
+            ready = wait([self._connections[rank] for rank in well])
+            for rank in [rank for rank in well if self._connections[rank] in ready]:
+                try:
+                    self._connections[rank].recv()
+                except (EOFError, OSError):
+                    well.discard(rank)
+        for each in self._connections:
+            each.close()
 
     def _search(self) -> Message:
         self._assign_all()

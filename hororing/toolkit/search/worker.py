@@ -13,6 +13,7 @@ import math
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -34,6 +35,9 @@ _PACKAGE = os.path.join(os.path.dirname(hororing.__file__), "")
 
 # How long removing the process sets may take where a rank hangs.
 _LAST_S = 10.0
+
+# Connections that tell other processes when this one has ended.
+_kept: list[Connection] = []
 
 Message = dict[str, Any]
 
@@ -219,6 +223,8 @@ class Worker:
                 elif kind == "end":
                     self._orders.put(message)
                     self._trials.put(message)
+                    if message["lost"]:
+                        self._end_with_others()
                     return
                 elif kind == "trial" and not message["ordered"]:
                     self._trials.put(message)
@@ -226,6 +232,19 @@ class Worker:
                     self._orders.put(message)
         except (EOFError, OSError):
             self._trials.put(RuntimeError("search: rank 0, which hands out the trials, has left"))
+
+    def _end_with_others(self) -> None:
+        """End this process if it hangs still when the others have ended: the launcher waits."""
+        _kept.append(self._connection)  # it closes with this process
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._connection.recv()
+        if self._running is not None:
+            why = (
+                f"trial {self._running} hangs on rank {hvd.rank()}, and the other ranks have ended"
+            )
+            print(f"search: {why}; so does this one", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _give_up(self, number: int) -> None:
         with self._lock:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import session
+import tiers
 
 import hororing.numpy as hvd
 from hororing.toolkit.search import Range, hub, search
@@ -190,3 +193,32 @@ def case_arguments_that_do_not_fit():
 
 
 test_in_a_job_of_four_ranks = session.on_ranks(globals(), 4, push=[4])
+
+
+HANGS = """
+import signal, time
+import hororing.numpy as hvd
+from hororing.toolkit.search import Range, hub, search
+
+hub.GRACE_S = 0.5
+
+def train(trial):
+    if trial.number == 1 and trial.process_set.rank() == 1:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGURG])
+        time.sleep(1000)
+    trial.report(0, 1.0)
+
+found = search({"x": Range(0, 1)}, train, trials=4, ranks_per_trial=2, timeout_s=1)
+print("found", found.value, flush=True)
+"""
+
+
+@tiers.full
+def test_a_rank_that_hangs_for_good_ends_with_the_others(tmp_path):
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    command = [sys.executable, "-m", "hororing.hororun", "-np", "4", sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout.count("found 1.0") == 3
+    assert "trial 1 hangs on rank " in done.stderr
