@@ -1,4 +1,4 @@
-"""Trials under Ray Tune, on the two nodes of a local cluster. Full tier, a minute on an idle machine; needs Ray."""
+"""Trials under Ray Tune, on the two nodes of a local cluster. Full tier, a minute; needs Ray."""
 
 from __future__ import annotations
 
