@@ -614,7 +614,7 @@ def test_wrong_options_are_refused() -> None:
     ):
         with pytest.raises(error, match=text):
             hvd.Guard(model, optimizer, **options)
-    for text in ("every", "evry=3", "every=x"):
+    for text in ("every", "evvery=3", "every=x"):
         with pytest.raises((ValueError, TypeError), match=f"HORORING_GUARD={text}"):
             guard_options.parse(text)
 
