@@ -23,8 +23,9 @@ class SyncBatchNorm(linen.BatchNorm):  # type: ignore[misc]
     ----------
     process_set : ProcessSet
         The ranks whose batches count.
-    use_running_average, axis, momentum, epsilon, dtype, ...
-        As for BatchNorm, but without `axis_name`.
+    **options : Any
+        `use_running_average`, `axis`, `momentum`, `epsilon`, `dtype` and so on, as for BatchNorm, but
+        without `axis_name`.
 
     Examples
     --------

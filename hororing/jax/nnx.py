@@ -19,10 +19,13 @@ class SyncBatchNorm(nnx.BatchNorm):  # type: ignore[misc]
 
     Parameters
     ----------
-    num_features, rngs, use_running_average, axis, momentum, epsilon, dtype, ...
-        As for BatchNorm, but without `axis_name`.
+    num_features : int
+        Number of features, the size of `axis`.
     process_set : ProcessSet
         The ranks whose batches count.
+    **options : Any
+        `rngs`, `use_running_average`, `axis`, `momentum`, `epsilon`, `dtype` and so on, as for
+        BatchNorm, but without `axis_name`.
 
     Examples
     --------

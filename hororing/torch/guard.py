@@ -183,7 +183,7 @@ class Guard:
     def batch(self, index: int, *inputs: Any) -> None:
         """Note the batch that the next step computes with, for a snapshot. Does not copy it.
 
-        >>> guard.batch(number, images, labels)  # before the forward pass
+        Call it before the forward pass: ``guard.batch(number, images, labels)``.
         """
         if self._source.snapshot is not None:
             self._source.snapshot.note(index, inputs)

@@ -73,10 +73,11 @@ def restore(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Examples
     --------
-    >>> model = make_model()  # before: it may use random numbers
-    >>> kept = hororing.torch.snapshot.restore("snapshots/step812-rank3.pt")
-    >>> model.load_state_dict(kept["model"])
-    >>> loss_of(model, *kept["inputs"]).backward()
+    Make the model first: that may use random numbers.
+
+    >>> kept = snapshot.restore("snapshots/step812-rank3.pt")  # doctest: +SKIP
+    >>> model.load_state_dict(kept["model"])  # doctest: +SKIP
+    >>> loss_of(model, *kept["inputs"]).backward()  # doctest: +SKIP
     """
     kept: dict[str, Any] = torch.load(path, weights_only=True)
     states = kept.pop("random")
