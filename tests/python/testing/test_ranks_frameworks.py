@@ -34,7 +34,7 @@ def test_the_example_project(tmp_path: Path):
 
 
 @tiers.full
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "jax"])
 def test_a_framework(framework: str, tmp_path: Path):
     pytest.importorskip(framework)
     file = ROOT / "tests/python/support" / f"{framework}_on_ranks.py"
