@@ -24,8 +24,8 @@ class SyncBatchNorm(linen.BatchNorm):  # type: ignore[misc]
     process_set : ProcessSet
         The ranks whose batches count.
     **options : Any
-        `use_running_average`, `axis`, `momentum`, `epsilon`, `dtype` and so on, as for BatchNorm, but
-        without `axis_name`.
+        `use_running_average`, `axis`, `momentum`, `epsilon`, `dtype` and so on, as for BatchNorm,
+        but without `axis_name`.
 
     Examples
     --------
