@@ -67,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
                 raise ValueError(f"process {pid} has not called hororing's init()")
             recording = recorder.ask_for_stack(pid, path)
         except (OSError, ValueError) as error:
-            problems.append(str(error))
+            if pid in arguments.pid or Path(f"/proc/{pid}").exists():  # else it has just ended
+                problems.append(str(error))
             continue
         found.append((recording, pid))
     jobs_found = list(dict.fromkeys(each.facts["job"] for each, _ in found))
