@@ -37,6 +37,12 @@ class _Check(ReplicaCheck):
         super().__init__("DistributedGradientTape", process_set, _REMEDY)
         self.in_python = 0
         self.options = from_environment()  # of its guard
+        asked = None if self.options is None else self.options.on_nonfinite
+        if asked in ("error", "skip"):
+            raise ValueError(
+                f"HORORING_GUARD: on_nonfinite={asked} is not for DistributedGradientTape, whose "
+                "guard compares replicas only; leave it out, or train by model.fit"
+            )
         self.watch: Watch | None = None
         with tf.init_scope(), tf.device("CPU:0"):
             self.in_graphs = tf.Variable(0, trainable=False, dtype=tf.int64)

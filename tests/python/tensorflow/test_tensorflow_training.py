@@ -415,6 +415,10 @@ def case_a_guard_names_a_variable_that_differs() -> None:
             sources[0][1, 2].assign(0.5)
         with pytest.raises((errors.MismatchError, tf.errors.OpError), match="at step 4"):
             step()
+    other = guard_options.parse("on_nonfinite=skip")
+    told = pytest.raises(ValueError, match="on_nonfinite=skip is not for DistributedGradientTape")
+    with mock.patch.object(replicas, "from_environment", return_value=other), told:
+        gradients_by(hvd.DistributedGradientTape, variables())
 
 
 def case_wrong_arguments_are_told() -> None:
