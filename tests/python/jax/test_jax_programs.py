@@ -9,6 +9,7 @@ import doctest
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,6 @@ if __name__ == "cases":  # on the ranks
 
     hvd.init()
     RANK, SIZE = hvd.rank(), hvd.size()
-
-test_case = session.on_ranks(globals(), 1, 2, 4, push=[2], session="jax")
 
 
 def values(dtype, *shape):
@@ -50,7 +49,7 @@ DTYPES = ("float32", "bfloat16", "int32", "bool", "complex64", "uint8", "int8", 
 
 def case_compiled_and_eager_calls_give_the_same_bits():
     # Compiling takes most of this file's time: two ranks, in the push tier, try the first ones.
-    for dtype in DTYPES[: 5 if SIZE == 2 else None]:
+    for dtype in DTYPES[: 3 if SIZE == 2 else None]:
         tensor = values(dtype, 2 * SIZE, 3)
         ops = [hvd.Sum, *([hvd.Average] if dtype != "bool" else [])]
         ops += [] if dtype.startswith("complex") else [hvd.Min, hvd.Max, hvd.Product]
@@ -225,6 +224,9 @@ def case_no_thread_is_left_after_shutdown():
     big = jax.jit(lambda x: [hvd.allreduce(x * k) for k in range(20)])
     jax.block_until_ready(big(jnp.ones(1 << 15)))
     hvd.shutdown()
+    deadline = time.monotonic() + 20  # they have left our code, and the kernel removes them
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert threads() == 0
     hvd.init()
     jax.block_until_ready(big(jnp.ones(1 << 15)))
@@ -290,3 +292,6 @@ def case_a_guard_names_the_leaf_that_differs():
         assert repaired["layer"]["kernel"][1, 2] == 1
         assert repaired["layer"]["bias"].dtype == jnp.bfloat16
         hvd.guard(repaired, 12, every=2)
+
+
+test_case = session.on_ranks(globals(), 1, 2, 4, push=[2], session="jax")

@@ -24,7 +24,6 @@ if __name__ == "cases":  # on the ranks
 
 pytest.importorskip("optax")
 pytest.importorskip("flax")
-test_case = session.on_ranks(globals(), 1, 2, push=[], session="jax")
 
 
 def loss_of(params, x):
@@ -205,3 +204,6 @@ def case_batch_normalisation_equals_that_of_the_whole_batch():
     np.testing.assert_allclose(running, one(whole, use_running_average=True)[mine], rtol=1e-5)
     with pytest.raises(ValueError, match="axis_name='i' is for devices of one process"):
         NnxSyncBatchNorm(5, rngs=nnx.Rngs(0), axis_name="i")
+
+
+test_case = session.on_ranks(globals(), 1, 2, push=[], session="jax")
