@@ -58,7 +58,7 @@ def wrong(docstring: str) -> Iterator[str]:
             name, colon, kind = line.partition(" : ")
             if not colon and section in ("Returns", "Yields"):
                 name, kind = "", line
-            if name and not re.fullmatch(r"\*{0,2}\w+(, \*{0,2}\w+)*", name):
+            if name and not re.fullmatch(r"\*{0,2}\w+(, (\*{0,2}\w+|\.{3}))*", name):
                 yield f"{section}: {line!r} is no name"
             elif not is_type(kind):
                 yield f"{section}: {name or 'result'}: {kind!r} is no type"
