@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MOST_COLUMNS = 120
 MOST_WORDS = 60_000  # pages, ADRs and changelog
-MOST_LINES_OF_CORE = 23_400  # csrc without the plug-in for JAX
+MOST_LINES_OF_CORE = 23_550  # csrc without the plug-in for JAX
 MOST_LINES_OF_FILE = 500
 
 

@@ -179,7 +179,8 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
 constexpr TimeNs kAbortTime = 2 * kSecond;
 
 Status TimedOut() {
-  return Status(Code::kStalled, "shutdown: communication did not end in time; a peer may be frozen");
+  return Status(Code::kStalled,
+                "shutdown: communication did not end in time; a peer may be frozen");
 }
 
 // Removes the engine from the process and ends it. If its loop does not end in time, because it is
@@ -211,8 +212,8 @@ int EndEngine(const char* reason, const std::function<bool(Engine&)>& end) {
   if (!abandoned) return Remember(TimedOut());
   std::lock_guard<std::mutex> lock(process.mutex);
   process.abandoned = true;
-  return Remember(Status(Code::kTransport,
-                         "shutdown: hororing's thread stays in a call that does not return"));
+  return Remember(
+      Status(Code::kTransport, "shutdown: hororing's thread stays in a call that does not return"));
 }
 
 }  // namespace
@@ -230,10 +231,11 @@ HR_EXPORT int hr_init(const hr_config* config) try {
     std::lock_guard<std::mutex> lock(process.mutex);
     if (process.engine != nullptr || process.starting != nullptr) return HR_OK;
     if (process.abandoned) {
-      return Remember(Status(Code::kTransport,
-                             "init: hororing's thread of before shutdown() is in a call that does not "
-                             "return, or still waits for the other ranks; start this process "
-                             "again"));
+      return Remember(
+          Status(Code::kTransport,
+                 "init: hororing's thread of before shutdown() is in a call that does not "
+                 "return, or still waits for the other ranks; start this process "
+                 "again"));
     }
     process.unreachable.clear();
   }

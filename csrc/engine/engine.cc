@@ -60,8 +60,8 @@ void BindToCpu(int cpu) {
   CPU_ZERO(&set);
   CPU_SET(static_cast<size_t>(cpu), &set);
   if (pthread_setaffinity_np(pthread_self(), sizeof set, &set) != 0) {
-    Log(LogLevel::kWarning, "hororing's thread could not be bound to core " +
-                                std::to_string(cpu) + "; it runs on any");
+    Log(LogLevel::kWarning,
+        "hororing's thread could not be bound to core " + std::to_string(cpu) + "; it runs on any");
   }
 }
 

@@ -110,10 +110,10 @@ Status Compare(const std::vector<const Request*>& requests, const std::vector<in
   if (other == requests.end()) return Status::Ok();
   const std::string values =
       GroupedByRank(ranks, [&](size_t i) { return check.value(*requests[i]); });
-  return Status(Code::kMismatch,
-                requests[0]->Title() + ": " + check.what + " differ: " + values + ". " +
-                    check.remedy,
-                ranks[static_cast<size_t>(other - requests.begin())]);
+  return Status(
+      Code::kMismatch,
+      requests[0]->Title() + ": " + check.what + " differ: " + values + ". " + check.remedy,
+      ranks[static_cast<size_t>(other - requests.begin())]);
 }
 
 // A cheap exact comparison, so that the texts above are made only for a difference.

@@ -258,7 +258,8 @@ TEST(what_waits_by_its_id_is_a_stall_in_time) {
   CHECK(coordinator.NextDeadline() > 10 * kSecond);
   CHECK(coordinator.NextDeadline() <= 11 * kSecond);
   const std::string warning = coordinator.InspectStalls(12 * kSecond).warning;
-  const std::string both = "2 s for allreduce 'a', allreduce 'b': submitted by rank 1, missing rank 0";
+  const std::string both =
+      "2 s for allreduce 'a', allreduce 'b': submitted by rank 1, missing rank 0";
   CHECK(warning.find(both) != std::string::npos);
   CHECK(coordinator.NextDeadline() > 12 * kSecond);
   coordinator.Receive(0, report, 13 * kSecond);
