@@ -75,7 +75,8 @@ def main() -> None:
     args = arguments()
     hvd.init()  # hvd
     device = torch.device("cpu")
-    if torch.cuda.device_count() >= hvd.local_size():  # hvd: a GPU for each rank
+    # A GPU for each rank, if there are enough.
+    if torch.cuda.device_count() >= hvd.local_size():  # hvd
         torch.cuda.set_device(hvd.local_rank())  # hvd
         device = torch.device("cuda")
     torch.set_num_threads(1)  # enough for such small images

@@ -211,7 +211,9 @@ def test_both_sides_of_a_cut_network_end_at_the_time_limit(
         (tmp_path / "cut").touch()
         for rank in range(3):
             failure = json.loads(job.said(rank, "failed"))
-            assert failure["kind"] == "TransportError", failure
+            # The kernel may give up a connection of TCP first, after the same time.
+            lost = by == "tcp" and "cannot be reached any more" in failure["text"]
+            assert failure["kind"] == "TransportError" or lost, failure
             assert failure["seconds"] < 2 * limit - 0.5, failure
 
 

@@ -263,7 +263,7 @@ def test_a_rank_that_was_killed_is_blamed_not_those_who_noticed():
         ({"env": ["A=1"]}, TypeError, "a dict, not "),
         ({"gpus": 2}, TypeError, "there is no argument 'gpus'"),
         ({"executable": "no-such"}, ValueError, "there is no program 'no-such'"),
-        ({"hosts": "b:1", "rsh_agent": "/bin/false"}, RunError, "host b: the connection"),
+        ({"hosts": "b:1", "rsh_agent": "/bin/false"}, RunError, "host b: it cannot be reached"),
     ],
 )
 def test_what_cannot_be_is_an_error(how: dict[str, Any], kind: type[Exception], wanted: str):

@@ -644,7 +644,7 @@ def case_errors_of_the_core_in_graphs() -> None:
             assert "rank 0: [2]; rank 1: [3]" in caught.value.message
             agree(step(tf.ones([2])), [size, size])
             # In eager mode an error has both hororing's and TensorFlow's type.
-            with pytest.raises(errors.MismatchError, match=r"'mismatched' .*rank 0: .2") as caught:
+            with pytest.raises(errors.MismatchError, match=r"'mismatched'.*rank 0: .2") as caught:
                 total(tf.ones([2 + rank]), name="mismatched")
             assert isinstance(caught.value, tf.errors.FailedPreconditionError)
             assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)

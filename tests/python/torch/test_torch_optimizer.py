@@ -241,7 +241,7 @@ def case_one_backward_pass_too_many_is_refused_by_name():
         for _ in range(passes):
             squares(model, inputs, targets).backward()
         if hvd.size() > 1:
-            text = rf"'4\.\w+' .* backward_passes_per_step \({passes}\) .*op=Sum .*\.zero_grad\(\)"
+            text = rf"'4\.\w+'.* backward_passes_per_step \({passes}\) .*op=Sum .*\.zero_grad\(\)"
             with pytest.raises(AssertionError, match=text):
                 squares(model, inputs, targets).backward()
         optimizer.zero_grad()
