@@ -63,6 +63,7 @@ class Finite:
         """Wait for the device, and note its gradients. REQUIRES: the backward pass has ended."""
         seen, self._on_device = self._on_device, []
         if not seen:
+            self._last = ""  # the next backward pass begins anew
             return
         finite = torch.isfinite(
             torch.stack([total.abs().to(torch.float64) for _, total, _ in seen])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,8 @@ from hororing._engine import state
 LIBRARY: Final = Path(__file__).parents[2] / "lib" / "libhororing_jax.so"
 TARGET: Final = "hororing_request"
 _OLDEST: Final = (0, 5)
+# As long as shutdown() waits for other requests that all ranks have made.
+_PROGRAMS_LIMIT_S: Final = 30.0
 
 
 def load(library: Path, target: str) -> Any:
@@ -49,6 +52,20 @@ def _refused(library: Path, reason: str) -> ImportError:
 
 _library: Final = load(LIBRARY, TARGET)
 state.at_shutdown(_library.hororing_jax_end_threads)
+
+
+def _await_programs() -> None:
+    """Wait for programs that JAX has started and not finished: peers wait for their requests.
+
+    As far as the script still holds a result. A rank that waits in vain ends at the limit.
+    """
+    limit = time.monotonic() + _PROGRAMS_LIMIT_S
+    for array in jax.live_arrays():
+        while not (array.is_deleted() or array.is_ready()) and time.monotonic() < limit:
+            time.sleep(0.001)
+
+
+state.before_shutdown(_await_programs)
 
 
 def _forget_programs() -> None:

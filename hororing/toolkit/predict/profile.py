@@ -230,15 +230,21 @@ def _rows(steps: list[list[_Step]]) -> list[list[_Step]]:
 
 
 def _check_kinds(events: Iterable[dict[str, Any]], usual: tuple[tuple[str, ...], ...]) -> None:
+    """Refuse other collectives than sums, but not the broadcasts before a rank's first sum."""
     used = {name for names in usual for name in names}
-    for event in events:
+    stepping = set()  # ranks
+    for event in sorted(events, key=lambda event: float(event.get("ts", 0))):
         if event.get("cat") != "negotiate" or event.get("ph") != "b":
             continue
         name = _COUNTED.sub("", event["args"].get("tensor", ""))
         kind = event["name"].removeprefix("NEGOTIATE_")
-        if name in used and kind not in ("ALLREDUCE", "BARRIER"):
+        before = kind == "BROADCAST" and event["pid"] not in stepping
+        if name not in used or before:
+            continue
+        stepping.add(event["pid"])
+        if kind not in ("ALLREDUCE", "BARRIER"):
             raise ValueError(f"steps have {kind} {name!r}; predictions know allreduce only")
-        if name in used and event["args"].get("process_set", 0):
+        if event["args"].get("process_set", 0):
             raise ValueError("steps use process sets; predictions know those of all ranks only")
 
 

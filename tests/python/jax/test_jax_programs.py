@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import mpirun
 import pytest
 import session
 
@@ -295,3 +296,25 @@ def case_a_guard_names_the_leaf_that_differs():
 
 
 test_case = session.on_ranks(globals(), 1, 2, 4, push=[2], session="jax")
+
+
+ENDS_EARLY = """
+import jax, jax.numpy as jnp
+import hororing.jax as hvd
+hvd.init()
+@jax.jit
+def step(x):
+    return hvd.allreduce(x @ x * 0.01)
+x = jnp.ones((128, 128))
+for _ in range(200):
+    x = step(x)
+if hvd.rank() == 0:
+    print(x.sum())
+"""
+
+
+def test_a_script_may_end_before_its_programs_have(tmp_path: Path) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS_EARLY)
+    job = mpirun.run(script, 2)
+    assert job.returncode == 0, job.report()

@@ -208,3 +208,12 @@ def test_other_collectives_are_refused_and_few_steps_too(tmp_path):
     path.write_text(path.read_text().replace("NEGOTIATE_ALLREDUCE", "NEGOTIATE_ALLGATHER"))
     with pytest.raises(ValueError, match=r"steps have ALLGATHER 'w1'; predictions know allreduce"):
         read_profile(path)
+
+
+def test_broadcasts_before_the_steps_do_not_matter(tmp_path):
+    path = timeline(tmp_path / "t.json")
+    events = json.loads(path.read_text())
+    asked = [each for each in events if each["name"] == "NEGOTIATE_ALLREDUCE"]
+    first = [{**each, "name": "NEGOTIATE_BROADCAST", "ts": 0.0} for each in asked]
+    path.write_text(json.dumps(first + events))
+    read_profile(path)

@@ -413,6 +413,18 @@ def case_nan_is_named_and_skipped() -> None:
         assert report["skipped"] == 1
 
 
+def case_nothing_is_finite_above_the_first_gradient() -> None:
+    training = Training()
+    bad = Bad(training.model.last.bias)
+    guard = training.guard(on_nonfinite="skip", every=0)
+    training.step(2)
+    bad.armed = True
+    training.step()
+    (finding,) = guard.report()["findings"]
+    assert finding["tensor"] == "last.bias"
+    assert "finite above" not in finding["text"]
+
+
 def case_nan_in_sparse_rows() -> None:
     table = nn.Embedding(10, 4, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), 0.1)
