@@ -97,7 +97,7 @@ class Progress:
         """Print how the job was as a whole, as far as it was seen: to the second."""
         wall_s = time.monotonic() - self._began
         if not self._last:
-            self._say(f"the job took {_duration(wall_s)}; no rank was seen to call init()")
+            self._say(f"the job took {_duration(wall_s)}; no rank was seen, in a look a second")
             return
         waited_s = sum(
             (last["waited_ns"] - self._first[key]["waited_ns"]) / 1e9
