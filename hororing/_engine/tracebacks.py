@@ -6,10 +6,10 @@ hororing, of autograd or of a training loop. HORORING_LOG_LEVEL=debug shows all 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
-import sysconfig
 from pathlib import Path
 from types import TracebackType
 
@@ -17,12 +17,17 @@ from hororing import config
 from hororing.errors import DuplicateNameError, HororingInternalError
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_LIBRARIES = tuple(
-    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
 _FRAMEWORKS = re.compile(
     r"[\\/](site|dist)-packages[\\/](torch|tensorflow|keras|tf_keras|jax|jaxlib)[\\/]"
 )
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    import sysconfig  # reads the build's configuration: only a failed rank pays for it
+
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return tuple(sysconfig.get_path(name) + os.sep for name in names)
 
 
 def shorten(error: BaseException) -> TracebackType | None:
@@ -78,7 +83,7 @@ def _shortened(error: BaseException) -> TracebackType | None:
 
 
 def _is_users(file: str) -> bool:
-    return not (file.startswith((_PACKAGE, "<frozen ")) or file.startswith(_LIBRARIES))
+    return not file.startswith((_PACKAGE, "<frozen ", *_libraries()))
 
 
 def _is_hidden(file: str) -> bool:
