@@ -49,15 +49,27 @@ class Difference:
 class Finding:
     """What a guard has found, the same on all ranks. `str()` of it is what users read.
 
-    kind : "divergence".
-    step : after how many steps, counted from 0.
-    last_equal : the latest step after which replicas were equal; None: never.
-    tensor : the first one by kind: parameters, buffers, state of the optimizer, settings.
-    ranks, hosts : those that have another value of it than more than half of all; none if no value
-        is that of so many.
-    differences : everything that differs.
-    largest, at : the largest difference of `tensor` and its index; None if it has no numbers.
-    repaired : whether the values of most ranks were given to all; None: nobody asked for that.
+    Attributes
+    ----------
+    kind : str
+        "divergence".
+    step : int
+        After how many steps, counted from 0.
+    last_equal : int or None
+        The latest step after which replicas were equal. None if they never were.
+    tensor : str
+        The first one by kind: parameters, buffers, state of the optimizer, settings.
+    ranks, hosts : list
+        Those that have another value of it than more than half of all; empty if no value is that
+        of so many.
+    differences : list of Difference
+        Everything that differs.
+    largest : float or None
+        The largest difference of `tensor`. None if it has no numbers.
+    at : list of int or None
+        The index of `largest`.
+    repaired : bool or None
+        Whether all ranks got the values of most. None if nobody asked for that.
     """
 
     kind: str
@@ -126,16 +138,27 @@ class Finding:
 class NonFinite:
     """Gradients that are not finite, in one step, before they were reduced; the same on all ranks.
 
-    kind : "nonfinite".
-    step : the number of the step, counted from 1.
-    tensor : the first parameter, in order of backward, of the first rank that has any.
-    ranks, hosts : those that have any.
-    value : "NaN", "infinite" or "not finite".
-    elements, size : how many of the elements of `tensor` are not finite, and how many it has; 0: it
-        is not known, and neither is the order of backward.
-    finite_above : the parameter whose gradient was computed before, and is finite; "": none.
-    others : the names of further parameters, on any rank.
-    skipped : whether the step is skipped, on all ranks.
+    Attributes
+    ----------
+    kind : str
+        "nonfinite".
+    step : int
+        The number of the step, counted from 1.
+    tensor : str
+        The first parameter, in order of backward, of the first rank that has any.
+    ranks, hosts : list
+        Those that have any.
+    value : str
+        "NaN", "infinite" or "not finite".
+    elements, size : int
+        How many elements of `tensor` are not finite, and how many it has. 0 if that is not known;
+        then the order of backward is not known either.
+    finite_above : str
+        The parameter whose gradient was computed before, and is finite; "" if there is none.
+    others : list of str
+        The names of further parameters, on any rank.
+    skipped : bool
+        Whether the step is skipped, on all ranks.
     """
 
     step: int
