@@ -139,7 +139,7 @@ class Exchange:
         away = [rank for rank in ranks if rank not in self._peers]
         parts = []
         if away:
-            parts.append(f"{_ranks(away)} never connected or ended")
+            parts.append(f"{_ranks(away)} did not connect, or ended before")
         if here:
             named = ", ".join(self._peers[rank].hello.title() for rank in here[:8])
             parts.append(f"{_ranks(here)} connected, but did not get here: {named}")

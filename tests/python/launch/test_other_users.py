@@ -69,7 +69,7 @@ def test_ranks_of_one_user_need_no_secret(commons: Path):
 @pytest.mark.parametrize("users", [(ME, STRANGER), (STRANGER, ME)])
 def test_another_user_neither_joins_nor_is_taken_for_rank_0(commons: Path, users: tuple[int, int]):
     (first,), (second,) = run(commons, "attack", *users)
-    assert "rank 1 never connected" in first
+    assert "rank 1 did not connect" in first
     assert "does not have the secret of this job" in second
     assert not (commons / "evil").exists()
 

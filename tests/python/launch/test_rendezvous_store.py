@@ -317,7 +317,7 @@ def test_without_a_secret_nobody_gets_in_unless_told_otherwise(
 def test_who_does_not_come_in_time_is_named(made: Callable[..., Store]):
     store = made(4)
     early, here = member(store, 1), member(store, 2)
-    wanted = r"2 ranks \(0, 3\) never connected or ended; rank 2 connected, .* rank 2 \(host here"
+    wanted = r"2 ranks \(0, 3\) did not connect, or ended before; rank 2 connected, .* rank 2 \(host here"
     with pytest.raises(RendezvousError, match=wanted):
         early.share("x", 0.05)
     here.close()
@@ -570,7 +570,7 @@ def test_a_forked_child_keeps_neither_the_port_nor_the_connections_of_a_store(
             os._exit(0)
         try:
             wait_until((tmp_path / "child").exists)
-            with pytest.raises(RendezvousError, match="rank 1 never connected or ended"):
+            with pytest.raises(RendezvousError, match="rank 1 did not connect, or ended before"):
                 one.share("x", 0.01)  # the parent's connection still works
             one.done()
             store.stop()
