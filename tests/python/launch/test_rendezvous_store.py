@@ -317,7 +317,10 @@ def test_without_a_secret_nobody_gets_in_unless_told_otherwise(
 def test_who_does_not_come_in_time_is_named(made: Callable[..., Store]):
     store = made(4)
     early, here = member(store, 1), member(store, 2)
-    wanted = r"2 ranks \(0, 3\) did not connect, or ended before; rank 2 connected, .* rank 2 \(host here"
+    wanted = (
+        r"2 ranks \(0, 3\) did not connect, or ended before; rank 2 connected, .* "
+        r"rank 2 \(host here"
+    )
     with pytest.raises(RendezvousError, match=wanted):
         early.share("x", 0.05)
     here.close()
