@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from hororing._engine.core import check, fail, ffi, lib
 from hororing._job import threads
 from hororing._requests.arguments import Sum
-from hororing._requests.names import WORLD_SET, DefaultName, encode_name, uncount
+from hororing._requests.names import WORLD_SET, encode_name, note_submitted
 from hororing._tensors import PlainTensors
 
 # Data types that can be reduced, by the name that NumPy, torch and TensorFlow share.
@@ -137,23 +137,18 @@ def submit(
     work there. `stream`: the stream that computes views on a device; `streams`: one for each view,
     if they differ. `weight`: this rank's weight in a weighted average.
     """
-    try:
-        request, owners = make_request(
-            collective, name, views, process_set, op, root, prescale, postscale, integers
-        )
-        request.blocking = blocking
-        c_weight = ffi.NULL if weight is None else ffi.new("double *", weight)
-        request.weight = c_weight
-        request.stream = stream
-        c_streams = ffi.NULL if streams is None else ffi.new("uintptr_t[]", list(streams))
-        request.streams = c_streams
-        handle = _submit_request(request, keep, finish)
-    except BaseException:
-        uncount(name)
-        raise
+    request, owners = make_request(
+        collective, name, views, process_set, op, root, prescale, postscale, integers
+    )
+    request.blocking = blocking
+    c_weight = ffi.NULL if weight is None else ffi.new("double *", weight)
+    request.weight = c_weight
+    request.stream = stream
+    c_streams = ffi.NULL if streams is None else ffi.new("uintptr_t[]", list(streams))
+    request.streams = c_streams
+    handle = _submit_request(request, keep, finish)
     del owners, c_streams, c_weight
-    if isinstance(name, DefaultName):
-        name.submitted = True
+    note_submitted(name)
     if _abandoned:
         _sweep()
     return handle

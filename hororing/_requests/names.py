@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from hororing._engine import state
@@ -27,31 +28,38 @@ counts: Final[Counts] = {}
 _lock: Final = threading.RLock()  # a finalizer may call a verb in the middle of anything
 
 
-class DefaultName(str):
-    """A counted name; `submit` notes when other ranks may know it."""
+@dataclass(eq=False, slots=True)
+class _Call:
+    """An unnamed call."""
 
-    __slots__ = ("counter", "number", "submitted")
-
-    counter: tuple[str, int]
+    counter: tuple[str, int]  # of `counts`
     number: int
-    submitted: bool
+    submitted: bool = False  # other ranks may know its name
+
+
+class DefaultName(str):
+    """A counted name."""
+
+    __slots__ = ("call",)
+
+    call: _Call
 
 
 def default_name(verb: str, process_set: int = WORLD_SET) -> DefaultName:
     """The next name of an unnamed `verb`: equal on ranks that make the same number of such calls.
 
     Each process set has its own count, because only its members call. Calls that fail on this rank
-    alone do not count: see `uncount`.
+    alone do not count: see `naming`.
     """
     with _lock:
         number = counts.get((verb, process_set), 0) + 1
         counts[verb, process_set] = number
-    return _counted(f"{verb}.noname.{number}", (verb, process_set), number)
+    return _counted(f"{verb}.noname.{number}", _Call((verb, process_set), number))
 
 
-def _counted(text: str, counter: tuple[str, int], number: int) -> DefaultName:
+def _counted(text: str, call: _Call) -> DefaultName:
     name = DefaultName(text)
-    name.counter, name.number, name.submitted = counter, number, False
+    name.call = call
     return name
 
 
@@ -59,15 +67,40 @@ def extended(name: str, suffix: str) -> str:
     """`name` for the first of several requests that form one call; counted like `name`."""
     _check_type(name)
     longer = f"{name}{suffix}"
-    return _counted(longer, name.counter, name.number) if isinstance(name, DefaultName) else longer
+    return _counted(longer, name.call) if isinstance(name, DefaultName) else longer
+
+
+class naming:  # noqa: N801 (a verb, like contextlib's)
+    """The name of a call: ``with naming(name, verb, process_set) as given:`` submit it.
+
+    None becomes the default name, which is uncounted if the block ends without `note_submitted`:
+    other ranks cannot know it.
+    """
+
+    __slots__ = ("given",)
+
+    def __init__(self, name: str | None, verb: str = "", process_set: int = WORLD_SET) -> None:
+        self.given = default_name(verb, process_set) if name is None else name
+
+    def __enter__(self) -> str:
+        return self.given
+
+    def __exit__(self, *how: object) -> None:
+        uncount(self.given)
+
+
+def note_submitted(name: str) -> None:
+    """Note that other ranks may know a name."""
+    if isinstance(name, DefaultName):
+        name.call.submitted = True
 
 
 def uncount(name: str) -> None:
-    """Uncount the default name of a call that failed before other ranks could know it."""
-    if isinstance(name, DefaultName) and not name.submitted:
+    """Uncount a default name whose call was not submitted."""
+    if isinstance(name, DefaultName) and not name.call.submitted:
         with _lock:
-            if counts.get(name.counter) == name.number:
-                counts[name.counter] -= 1
+            if counts.get(name.call.counter) == name.call.number:
+                counts[name.call.counter] -= 1
 
 
 def forget_counts(which: Callable[[str, int], bool]) -> None:

@@ -18,7 +18,7 @@ import cloudpickle
 from hororing._engine import state
 from hororing._requests import arguments, handles, plain
 from hororing._requests.handles import DTYPES, View
-from hororing._requests.names import default_name, extended
+from hororing._requests.names import extended, naming
 from hororing._requests.process_sets import ProcessSet, check_member, global_process_set
 
 _SIZE: Final = struct.Struct("<q")
@@ -55,7 +55,6 @@ def broadcast_object(
     """
     members = check_member(process_set, "broadcast_object")
     root_rank = arguments.check_root(root_rank, "broadcast_object")
-    name = default_name("broadcast_object", members) if name is None else name
     is_root = state.rank() == root_rank
     payload, failure = _dump(obj) if is_root else (bytearray(), None)
     size = array.array("q", [_CANNOT_PICKLE if failure else len(payload)])
@@ -65,13 +64,14 @@ def broadcast_object(
             raise failure
         if size[0] == _CANNOT_PICKLE:
             raise ValueError(
-                f"broadcast_object '{name}': rank {root_rank} cannot pickle its object{_hint()}"
+                f"broadcast_object '{given}': rank {root_rank} cannot pickle its object{_hint()}"
             )
         buffer = payload if is_root else bytearray(size[0])
-        handles.wait(_start_broadcast(buffer, "uint8", size[0], root_rank, f"{name}.t", members))
-        return obj if is_root else _load(buffer, root_rank, name)
+        handles.wait(_start_broadcast(buffer, "uint8", size[0], root_rank, f"{given}.t", members))
+        return obj if is_root else _load(buffer, root_rank, given)
 
-    started = _start_broadcast(size, "int64", 1, root_rank, extended(name, ".sz"), members)
+    with naming(name, "broadcast_object", members) as given:
+        started = _start_broadcast(size, "int64", 1, root_rank, extended(given, ".sz"), members)
     return handles.wait_and_go_on(started, send_payload)
 
 
@@ -92,15 +92,15 @@ def allgather_object(
     [{'rank': 0}]
     """
     members = check_member(process_set, "allgather_object")
-    name = default_name("allgather_object", members) if name is None else name
     payload, failure = _dump(obj)
     payload[:0] = _SIZE.pack(_CANNOT_PICKLE if failure else len(payload))
     view = View(handles.address_of(payload), 0, DTYPES["uint8"], (len(payload),))
-    handle = handles.submit(
-        handles.ALLGATHER, extended(name, ".t"), [view], keep=payload,
-        finish=lambda handle: handles.take(handle, 0).buffer, process_set=members,
-        blocking=True,
-    )  # fmt: skip
+    with naming(name, "allgather_object", members) as given:
+        handle = handles.submit(
+            handles.ALLGATHER, extended(given, ".t"), [view], keep=payload,
+            finish=lambda handle: handles.take(handle, 0).buffer, process_set=members,
+            blocking=True,
+        )  # fmt: skip
     gathered = memoryview(handles.wait(handle))
     if failure is not None:
         raise failure
@@ -115,10 +115,10 @@ def allgather_object(
             begin += size
     if broken:
         raise ValueError(
-            f"allgather_object '{name}': rank{'s' if broken[1:] else ''} "
+            f"allgather_object '{given}': rank{'s' if broken[1:] else ''} "
             f"{', '.join(map(str, broken))} cannot pickle their object{_hint()}"
         )
-    return [_load(each, rank, name) for each, rank in zip(objects, process_set.ranks, strict=True)]
+    return [_load(each, rank, given) for each, rank in zip(objects, process_set.ranks, strict=True)]
 
 
 def _dump(obj: Any) -> tuple[bytearray, BaseException | None]:

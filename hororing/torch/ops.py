@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from hororing._requests import arguments
 from hororing._requests import verbs as neutral
 from hororing._requests.compression import compressed
-from hororing._requests.names import default_name, uncount
+from hororing._requests.names import naming
 from hororing._requests.process_sets import (
     ProcessSet,
     check_member,
@@ -99,14 +99,9 @@ def _differentiable(verb: F, record: Callable[..., Any]) -> F:
         factors = given.get("prescale_factor", 1.0), given.get("postscale_factor", 1.0)
         name, process_set = given["name"], given["process_set"]
         members = check_member(process_set, verb.__name__)
-        if name is None:  # now: its gradient is named after it
-            name = default_name(verb.__name__, members)
-        request = Request(verb.__name__, name, process_set, op, factors, given.get("weight"))
-        try:
+        with naming(name, verb.__name__, members) as name:  # now: its gradient is named after it
+            request = Request(verb.__name__, name, process_set, op, factors, given.get("weight"))
             results = record(request, given, *tensors)
-        except BaseException:
-            uncount(name)
-            raise
         return results if several else results[0]
 
     return _published(cast(F, call))

@@ -7,7 +7,6 @@ from typing import Any
 
 from hororing._requests import handles
 from hororing._requests.adapter import T
-from hororing._requests.names import default_name
 from hororing._requests.process_sets import ProcessSet, check_member, global_process_set
 from hororing._requests.verbs.views import Requests, first
 
@@ -92,7 +91,8 @@ class Allgather(Requests[T]):
 
         return self._submit(
             handles.ALLGATHER,
-            default_name(verb, members) if name is None else name,
+            verb,
+            name,
             [self._view(tensor) for tensor in inputs],
             keep=inputs,
             finish=finish,

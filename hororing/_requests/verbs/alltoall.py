@@ -6,7 +6,6 @@ from typing import Any
 
 from hororing._requests import handles
 from hororing._requests.adapter import T
-from hororing._requests.names import default_name
 from hororing._requests.process_sets import ProcessSet, check_member, global_process_set
 from hororing._requests.verbs.views import Requests
 
@@ -80,7 +79,8 @@ class Alltoall(Requests[T]):
 
         return self._submit(
             handles.ALLTOALL,
-            default_name("alltoall", members) if name is None else name,
+            "alltoall",
+            name,
             [self._view(source)],
             keep=source,
             finish=finish,

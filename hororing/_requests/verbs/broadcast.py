@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hororing._requests import arguments, handles
 from hororing._requests.adapter import T
-from hororing._requests.names import default_name
 from hororing._requests.process_sets import ProcessSet, check_member, global_process_set
 from hororing._requests.verbs.views import Requests
 
@@ -99,7 +98,8 @@ class Broadcast(Requests[T]):
         )
         return self._submit(
             handles.BROADCAST,
-            default_name("broadcast", members) if name is None else name,
+            "broadcast",
+            name,
             [self._view(*pair) for pair in zip(sources, outputs, strict=True)],
             keep=(sources, outputs),
             finish=lambda _: (self._written(targets, outputs) if in_place else outputs)[0],

@@ -8,7 +8,6 @@ from typing import Any
 from hororing._requests import arguments, handles
 from hororing._requests.adapter import T
 from hororing._requests.compression import Compressor, NoneCompressor, compressed
-from hororing._requests.names import default_name
 from hororing._requests.process_sets import (
     ProcessSet,
     check_member,
@@ -141,7 +140,8 @@ class Reducescatter(Requests[T]):
         ]
         return self._submit(
             handles.REDUCESCATTER,
-            default_name(verb, members) if name is None else name,
+            verb,
+            name,
             [self._view(*pair) for pair in zip(inputs, outputs, strict=True)],
             keep=(inputs, outputs),
             finish=lambda _: pack(outputs),

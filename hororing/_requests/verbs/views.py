@@ -9,6 +9,7 @@ from typing import Any, Generic
 from hororing._requests import handles
 from hororing._requests.adapter import Adapter, T
 from hororing._requests.handles import View
+from hororing._requests.names import naming
 
 first = itemgetter(0)
 
@@ -41,23 +42,37 @@ class Requests(Generic[T]):
     def _submit(
         self,
         collective: int,
-        name: str,
+        verb: str,
+        name: str | None,
         views: list[View],
         *,
-        keep: object,
+        process_set: int,
         finish: Callable[[int], Any],
-        streams: Sequence[int] | None = None,
         **rest: Any,
     ) -> int:
-        """Like `collectives.submit`.
+        """Like `handles.submit`; None is the default name of `verb`."""
+        with naming(name, verb, process_set) as given:
+            if views[0].device != handles.HOST:
+                finish, rest = self._on_device(views[0].device, finish, **rest)
+            return handles.submit(
+                collective, given, views, process_set=process_set, finish=finish, **rest
+            )
 
-        For tensors on a device, what this thread computes after `finish` comes after the results,
-        and so does later work in the streams in which they were computed or submitted: their memory
-        returns there when it is no longer needed.
+    def _on_device(
+        self,
+        device: int,
+        finish: Callable[[int], Any],
+        *,
+        keep: object,
+        streams: Sequence[int] | None = None,
+        **rest: Any,
+    ) -> tuple[Callable[[int], Any], dict[str, Any]]:
+        """Return `finish` and the other arguments for `handles.submit`.
+
+        What this thread computes after `finish` comes after the results, and so does later work in
+        the streams in which they were computed or submitted: their memory returns there when it is
+        no longer needed.
         """
-        device = views[0].device
-        if device == handles.HOST:
-            return handles.submit(collective, name, views, keep=keep, finish=finish, **rest)
         stream = self.adapter.stream(device)
         computed_in = {stream, *(streams or ())}
 
@@ -69,10 +84,7 @@ class Requests(Generic[T]):
                 self.adapter.record(keep)
             return finish(handle)
 
-        return handles.submit(
-            collective, name, views, keep=keep, finish=finish_on_device, stream=stream,
-            streams=streams, **rest,
-        )  # fmt: skip
+        return finish_on_device, {"keep": keep, "stream": stream, "streams": streams, **rest}
 
     def _gathered(self, handle: int, index: int, like: T) -> T:
         """Take a result whose size only the core knew."""

@@ -23,7 +23,7 @@ from hororing._engine.core import lib
 from hororing._requests import handles
 from hororing._requests.arguments import Adasum
 from hororing._requests.handles import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
-from hororing._requests.names import default_name
+from hororing._requests.names import naming
 from hororing._requests.process_sets import check_member, rank_and_size
 from hororing._requests.verbs.reducescatter import rows_of
 from hororing.jax._ffi.call import Call
@@ -68,11 +68,12 @@ def on_host(
 ) -> list[np.ndarray[Any, Any]]:
     """Carry out a call for arrays in host memory; also the received splits of an alltoall."""
     members = check_member(call.process_set, call.verb)
-    name = default_name(call.verb, members) if call.name is None else call.name
     if call.collective == BARRIER:
-        handle = handles.submit(
-            BARRIER, name, (), keep=None, finish=lambda _: None, process_set=members, blocking=True
-        )
+        with naming(call.name, call.verb, members) as name:
+            handle = handles.submit(
+                BARRIER, name, (), keep=None, finish=lambda _: None, process_set=members,
+                blocking=True,
+            )  # fmt: skip
         handles.wait(handle)
         return list(arrays)
     inputs = [np.asarray(each, order="C") for each in arrays]
@@ -84,12 +85,13 @@ def on_host(
         )
         for array, output in zip(inputs, outputs, strict=True)
     ]  # fmt: skip
-    handle = handles.submit(
-        call.collective, name, views, keep=(inputs, outputs),
-        finish=partial(_finish, call, inputs, outputs), process_set=members, op=call.op,
-        root=call.root, prescale=call.factors[0], postscale=call.factors[1],
-        integers=call.splits, blocking=True, weight=weight,
-    )  # fmt: skip
+    with naming(call.name, call.verb, members) as name:
+        handle = handles.submit(
+            call.collective, name, views, keep=(inputs, outputs),
+            finish=partial(_finish, call, inputs, outputs), process_set=members, op=call.op,
+            root=call.root, prescale=call.factors[0], postscale=call.factors[1],
+            integers=call.splits, blocking=True, weight=weight,
+        )  # fmt: skip
     return list(handles.wait(handle))
 
 

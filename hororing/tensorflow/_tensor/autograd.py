@@ -22,7 +22,7 @@ from tensorflow.python.ops.gradients_util import PossibleTapeGradientTypes
 from hororing._engine import membership
 from hororing._requests.arguments import Average, Sum
 from hororing._requests.handles import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
-from hororing._requests.names import uncount
+from hororing._requests.names import naming
 from hororing._requests.process_sets import ProcessSet, global_process_set, rank_and_size
 from hororing.tensorflow._tensor.requests import Request, carry_out
 from hororing.tensorflow.topology import at_run_time
@@ -63,7 +63,7 @@ def _recorded(
 ) -> tuple[tf.Tensor, ...]:
     """Return `forward(tensors)`, differentiable where the tensors are numbers with gradients."""
     smooth = [index for index, tensor in enumerate(tensors) if _is_smooth(tensor)]
-    try:
+    with naming(call.name):
         if not smooth or not _may_need_gradients(tensors):
             return forward(tensors)
 
@@ -85,9 +85,6 @@ def _recorded(
             return results, gradient
 
         return tuple(recorded(*(tensors[index] for index in smooth)))
-    except BaseException:
-        uncount(call.name)
-        raise
 
 
 def _may_need_gradients(tensors: Sequence[tf.Tensor]) -> bool:

@@ -26,7 +26,7 @@ from hororing._requests import arguments
 from hororing._requests import handles as request_handles
 from hororing._requests.arguments import Average, Sum
 from hororing._requests.handles import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
-from hororing._requests.names import DefaultName, encode_name
+from hororing._requests.names import encode_name, note_submitted
 from hororing._requests.process_sets import (
     ProcessSet,
     check_member,
@@ -181,8 +181,7 @@ def _eagerly(requests: Sequence[Request]) -> list[tf.Tensor]:
     for each in requests:
         number = _constant(check_member(each.process_set, each.name), tf.int64)
         handles.append(_submit(token, each, number, blocking=alone))
-        if isinstance(each.name, DefaultName):
-            each.name.submitted = True
+        note_submitted(each.name)
     for handle in handles:
         request_handles.block_until_complete(int(handle))
     return _wait(requests, handles)
