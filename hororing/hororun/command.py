@@ -27,12 +27,11 @@ from hororing.hororun.flags import allocation, knobs
 from hororing.hororun.flags import elastic as elastic_module
 from hororing.hororun.flags.host_lists import Host
 from hororing.hororun.host import cgroup, numa
-from hororing.hororun.host.local import STDERR, STDOUT
+from hororing.hororun.host.local import STDERR, STDOUT, CannotStartError
 from hororing.hororun.host.output import Output
 from hororing.hororun.job import beside as beside_module
 from hororing.hororun.job import plan, start
 from hororing.hororun.job.ending import Grace
-from hororing.hororun.job.fixed import CannotStartError
 from hororing.hororun.job.plan import Place, Rendezvous
 
 _NOT_FOUND, _FAILED = 127, 1

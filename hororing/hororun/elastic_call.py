@@ -50,21 +50,21 @@ class EndedElastic:
         done = [
             each
             for each in job.processes
-            if each.status == each.code == 0 and (job.answers.get(each.number) or not each.leaves)
+            if each.status == each.code == 0 and (job.results.get(each.number) or not each.leaves)
         ]
         if not (job.why or done):
             raise RunError("run: the job has ended before a process had called hvd.init()")
         done.sort(key=lambda each: (each.generation, each.rank or 0))
         if job.why:
-            self.results = dict(job.answers)
+            self.results = dict(job.results)
         else:
-            self.results = {rank: job.answers[each.number] for rank, each in enumerate(done)}
+            self.results = {rank: job.results[each.number] for rank, each in enumerate(done)}
 
     def name(self, rank: int) -> str:
-        """Like `Job.name`."""
+        """Like `FixedJob.name`."""
         return self._job.processes[rank].name(False) if self._job.why else f"rank {rank}"
 
     def end_report(self, rank: int, code: int) -> list[str]:
-        """Like `Job.end_report`."""
+        """Like `FixedJob.end_report`."""
         lines = self._job.end_report(self._job.processes[rank])
         return [f"the job has failed: {self._job.why}", *lines]

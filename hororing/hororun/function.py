@@ -20,11 +20,10 @@ from hororing.hororun import elastic_call
 from hororing.hororun.call import PROGRAM, RAISED, RankException, describe, read
 from hororing.hororun.elastic_call import EndedElastic
 from hororing.hororun.flags.host_lists import Host
-from hororing.hororun.host.local import STDERR, STDOUT
+from hororing.hororun.host.local import STDERR, STDOUT, CannotStartError
 from hororing.hororun.host.output import Output
 from hororing.hororun.job import plan, start
 from hororing.hororun.job.ending import Grace
-from hororing.hororun.job.fixed import CannotStartError
 from hororing.hororun.job.plan import Place
 
 _MPI = "there is no MPI between these ranks: start a script with mpirun instead"
@@ -278,16 +277,16 @@ def _placed(size: int | None, named: list[Host]) -> list[Place]:
 
 
 class Ended(Protocol):
-    """A job that has ended; see `Job` for the attributes."""
+    """A job that has ended; see `FixedJob` for the attributes."""
 
     results: dict[int, bytearray]
     failed: tuple[int, int] | None
 
     def name(self, rank: int) -> str:
-        """Like `Job.name`."""
+        """Like `FixedJob.name`."""
 
     def end_report(self, rank: int, code: int) -> list[str]:
-        """Like `Job.end_report`."""
+        """Like `FixedJob.end_report`."""
 
 
 def results(job: Ended, size: int) -> list[Any]:

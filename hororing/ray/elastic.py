@@ -173,7 +173,7 @@ class _Actors:
         if self._room:
             self._found([Host(self.name, self._room)])
 
-    # -- a host: see hororun.hosts ---------------------------------------------------------------
+    # -- a host: see `ProcessHost` ---------------------------------------------------------------
 
     def start(self, programs: Sequence[Program]) -> None:
         """Start actors."""
@@ -189,6 +189,10 @@ class _Actors:
         for each in [*self._handles] if rank is None else [rank]:
             if number not in OTHERS and each in self._handles:
                 ray.kill(self._handles[each])
+
+    def stopped(self) -> set[int]:
+        """Like `ProcessHost.stopped`: unknown."""
+        return set()
 
     def silent_s(self) -> float:
         """Return 0: Ray reports the end of a node."""

@@ -17,7 +17,7 @@ from hororing.errors import RunError
 from hororing.hororun.call import describe
 from hororing.hororun.function import results
 from hororing.hororun.job import start
-from hororing.hororun.job.fixed import describe as describe_code
+from hororing.hororun.job.ending import describe as describe_code
 from hororing.spark.task import Outcome, TaskSettings, run_rank
 
 _CHECK_S = 0.5

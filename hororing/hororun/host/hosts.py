@@ -21,8 +21,14 @@ from hororing._job import limits
 from hororing._job.rendezvous import protocol
 from hororing._job.rendezvous.protocol import Frames, ProtocolError
 from hororing.hororun.host.agent import MARK
-from hororing.hororun.host.local import LocalRanks, Program, Sink, memory_file, start
-from hororing.hororun.job.fixed import CannotStartError
+from hororing.hororun.host.local import (
+    CannotStartError,
+    LocalRanks,
+    Program,
+    Sink,
+    memory_file,
+    start,
+)
 
 _READ_BYTES = 2**16
 _PART_BYTES = 2**19  # of a payload, per frame
@@ -41,19 +47,13 @@ class LocalHost:
     """The ranks on this host."""
 
     def __init__(self, selector: selectors.BaseSelector, sink: Sink, secret: bytes) -> None:
-        self.name = "localhost"
         self.ready = True
         self.hostname = socket.gethostname()  # the name that ranks use
-        self.programs: list[Program] = []
         self._ranks = LocalRanks(selector, sink)
         self._secret = secret
 
-    def begin(self) -> None:
-        """Like `job.Host.begin`."""
-        self.start(self.programs)
-
     def start(self, programs: Sequence[Program]) -> None:
-        """Start the ranks of `programs`. CannotStartError."""
+        """Like `ProcessHost.start`."""
         descriptor = memory_file("secret", self._secret)
         try:
             for program in programs:
@@ -65,7 +65,7 @@ class LocalHost:
             os.close(descriptor)
 
     def signal(self, number: int, rank: int | None = None) -> None:
-        """Like `job.Host.signal`."""
+        """Like `ProcessHost.signal`."""
         self._ranks.signal(number, rank)
 
     def reap(self, rank: int) -> None:
@@ -73,7 +73,7 @@ class LocalHost:
         self._ranks.reap(rank)
 
     def stopped(self) -> set[int]:
-        """Like `job.Host.stopped`."""
+        """Like `ProcessHost.stopped`."""
         return self._ranks.stopped()
 
     def silent_s(self) -> float:
@@ -81,7 +81,7 @@ class LocalHost:
         return 0.0
 
     def close(self) -> None:
-        """Like `job.Host.close`."""
+        """Like `ProcessHost.close`."""
         self._ranks.close()
 
 
@@ -91,12 +91,12 @@ class RemoteHost:
     Parameters
     ----------
     rsh : the words before the host's name.
-    ranks : the ranks that it must start.
     log : prints a line of the launcher.
     compared : variables that the ranks do not get; shared by all hosts. The first host that has
         another value is named, and the variable is no longer compared.
+    payload : the standard input of its ranks.
     on_end : called with a message when the agent or the connection has ended, before its ranks
-        count as failed. None: print it, and raise CannotStartError if the agent was not ready yet.
+        count as failed.
     """
 
     def __init__(
@@ -107,24 +107,23 @@ class RemoteHost:
         *,
         name: str,
         rsh: Sequence[str],
-        ranks: Sequence[int],
         log: Callable[[str], None],
         compared: dict[str, str],
-        on_end: Callable[[str], None] | None = None,
+        payload: bytes | None,
+        on_end: Callable[[str], None],
     ) -> None:
         self.name = name
         self.ready = False
         self.hostname = name
         self.port = 0  # a free port of that host, once it is ready
-        self.message: dict[str, Any] = {}  # the message of `begin`, without the secret
-        self.payload: bytes | None = None  # the standard input of its ranks
         self._selector = selector
         self._sink = sink
         self._secret = secret
         self._log = log
         self._compared = compared
-        self._on_end = on_end or self._report_end
-        self._running = set(ranks)
+        self._payload = memoryview(payload or b"")  # until the agent has it
+        self._on_end = on_end
+        self._running: set[int] = set()
         self._greeting: bytes | None = b""
         self._unsent = bytearray()
         self._frames = Frames()
@@ -149,35 +148,35 @@ class RemoteHost:
             selector.register(stream, selectors.EVENT_READ, call)
         os.set_blocking(self._in.fileno(), False)
 
-    def begin(self) -> None:
-        """Like `job.Host.begin`. A failure is reported later, as the ranks' end."""
-        self._start(self.message)
-
     def start(self, programs: Sequence[Program]) -> None:
-        """Start ranks of one command. A failure is reported later, as their end."""
+        """Like `ProcessHost.start`. A failure is reported later, as the ranks' end."""
         self._running.update(program.rank for program in programs)
-        ranks = [{"rank": each.rank, "environment": dict(each.environment)} for each in programs]
-        first = programs[0]
-        self._start(
-            {
-                "directory": first.directory, "command": list(first.command), "environment": {},
-                "sharing": first.sharing, "ranks": ranks,
-            }
-        )  # fmt: skip
-
-    def _start(self, message: dict[str, Any]) -> None:
-        payload, self.payload = memoryview(self.payload or b""), None  # the agent keeps it
+        payload, self._payload = self._payload, memoryview(b"")
         for begin in range(0, len(payload), _PART_BYTES):
             part = base64.b64encode(payload[begin : begin + _PART_BYTES])
             self._send({"payload": part.decode()})
+        first = programs[0]
+        shared = dict(set.intersection(*(set(each.environment.items()) for each in programs)))
         try:
-            shown = {"secret": self._secret.hex(), "compared": self._compared}
-            self._send({**shown, **message})
+            self._send(
+                {
+                    "secret": self._secret.hex(), "compared": self._compared,
+                    "directory": first.directory, "command": list(first.command),
+                    "environment": shared, "sharing": first.sharing,
+                    "ranks": [
+                        {
+                            "rank": each.rank,
+                            "environment": dict(each.environment.items() - shared.items()),
+                        }
+                        for each in programs
+                    ],
+                }
+            )  # fmt: skip
         except ValueError:
             raise CannotStartError("the command and its variables are too long") from None
 
     def signal(self, number: int, rank: int | None = None) -> None:
-        """Like `job.Host.signal`."""
+        """Like `ProcessHost.signal`."""
         if self.ready:
             self._send({"signal": number, "rank": rank})
 
@@ -186,7 +185,7 @@ class RemoteHost:
         self._send({"reap": rank})
 
     def stopped(self) -> set[int]:
-        """Like `job.Host.stopped`: unknown."""
+        """Like `ProcessHost.stopped`: unknown."""
         return set()
 
     def silent_s(self) -> float:
@@ -198,7 +197,7 @@ class RemoteHost:
         return 0.0 if self._asked_at is None else now - self._asked_at
 
     def close(self) -> None:
-        """Like `job.Host.close`. Waits some seconds until the agent has ended its ranks."""
+        """Like `ProcessHost.close`. Waits some seconds until the agent has ended its ranks."""
         if self._in.closed:
             return
         self._send({"close": True})
@@ -315,9 +314,3 @@ class RemoteHost:
         for rank in sorted(self._running):
             self._sink.exited(rank, LOST)
         self._running.clear()
-
-    def _report_end(self, text: str) -> None:
-        if not self.ready:
-            raise CannotStartError(text)
-        if self._running:
-            self._log(text)

@@ -33,6 +33,10 @@ _MARKS = ("HORORING_JOB", "HORORING_RANK", "HORORING_PROCESS")
 _GUARD_S = 3.0  # longer than the guard takes
 
 
+class CannotStartError(Exception):
+    """The job cannot be started; the text says why."""
+
+
 class Sink(Protocol):
     """Receives events of ranks."""
 
@@ -54,6 +58,31 @@ class Program:
     sharing: int = 0  # number of ranks that share this host's cores; 0: HORORING_LOCAL_SIZE
     stdin: IO[bytes] | int | None = None  # None: nothing
     answers: bool = False  # the command gets one more word: a descriptor for its RESULT
+
+
+class ProcessHost(Protocol):
+    """A host of a job. Called in the thread that polls the job's selector."""
+
+    ready: bool  # `start` may be called
+    hostname: str  # as its processes call it
+
+    def start(self, programs: Sequence[Program]) -> None:
+        """Start the ranks of `programs`, which have one command. CannotStartError."""
+
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to every running rank, or to one."""
+
+    def stopped(self) -> set[int]:
+        """The ranks that a signal has stopped, as far as this process can see."""
+
+    def silent_s(self) -> float:
+        """Ask the host for a sign of life; return for how long it has not answered."""
+
+    def reap(self, rank: int) -> None:
+        """Remove a rank that has ended."""
+
+    def close(self) -> None:
+        """End all ranks; leave nothing behind."""
 
 
 @dataclass(eq=False)

@@ -12,9 +12,8 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
-from hororing.hororun.host.local import start
+from hororing.hororun.host.local import CannotStartError, start
 from hororing.hororun.host.output import Output
-from hororing.hororun.job.fixed import CannotStartError
 
 _START_S = 60.0  # a busy machine
 

@@ -11,11 +11,9 @@ Everything but `Events.put` happens in the thread that runs the job.
 from __future__ import annotations
 
 import math
-import selectors
 import signal
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,19 +23,14 @@ from hororing._job.rendezvous.generations import Apart, Done, Ended, Event, Join
 from hororing.hororun.flags.elastic import Elastic
 from hororing.hororun.flags.host_lists import Host
 from hororing.hororun.host.hosts import ASK_S, LOST, LocalHost
-from hororing.hororun.host.local import RESULT, Program, step
+from hororing.hororun.host.local import CannotStartError, Program
 from hororing.hororun.host.output import Output
 from hororing.hororun.job import history
 from hororing.hororun.job.discovery import Finder, Found
 from hororing.hororun.job.elastic_events import Events
-from hororing.hororun.job.elastic_processes import (
-    ElasticHost,
-    ElasticProcess,
-    Processes,
-    ProcessHost,
-)
-from hororing.hororun.job.ending import Ending, Grace
-from hororing.hororun.job.fixed import CannotStartError, conclude_asked, end_report, way_out
+from hororing.hororun.job.elastic_processes import ElasticProcess, Processes
+from hororing.hororun.job.ending import Grace, conclude_asked, end_report, way_out
+from hororing.hororun.job.job import Job, JobHost, MakeHost
 from hororing.hororun.job.news import News
 from hororing.hororun.job.slots import Slot, Slots, pause
 
@@ -48,8 +41,8 @@ _SILENT = "{} (stopped, or its host overloaded): hororun has ended it (--peer-ti
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # no fault of the process
 
 
-class ElasticJob:
-    """The processes of all hosts. A `Sink` of theirs, whose ranks are their numbers.
+class ElasticJob(Job):
+    """Processes come and go; as those of a `Sink`, their ranks are their numbers.
 
     Parameters
     ----------
@@ -58,17 +51,14 @@ class ElasticJob:
     make_program : returns the program of the process with a number, in a slot.
     make_store : makes a store, not started yet, from the number of processes that it first waits
         for, the known hosts, and a function that it calls with events.
-    make_host : makes the object for the host of a name, which calls a given function when the host
-        can no longer be reached. CannotStartError.
+    make_host, grace, start_timeout_s : see `Job`.
     make_discovery : makes a `Finder` that calls one of two functions from time to time: with hosts,
         or with an error text. None: the hosts of `what` stay.
-    grace : time between the request to end and SIGKILL.
-    start_timeout_s : how long an agent may take to answer.
     membership : a file that gets a line of JSON for each generation. None: no file.
 
     Attributes
     ----------
-    answers : the processes' RESULT, by number. why : the job has failed; "": it has not.
+    why : the job has failed; "": it has not.
     """
 
     def __init__(
@@ -78,24 +68,21 @@ class ElasticJob:
         *,
         make_program: Callable[[int, Slot], Program],
         make_store: Callable[[Elastic, Sequence[Host], Callable[[Event], None]], ElasticStore],
-        make_host: Callable[[ElasticJob, str, Callable[[str], None]], ProcessHost],
+        make_host: MakeHost,
         make_discovery: Callable[[ElasticJob, Found, Callable[[str], None]], Finder] | None = None,
         grace: Grace,
         start_timeout_s: float,
         membership: Path | None = None,
     ) -> None:
-        self.selector = selectors.DefaultSelector()
-        self._what, self._output, self._membership = what, output, membership
-        self._make_program, self._make_store, self._make_host = make_program, make_store, make_host
+        super().__init__(output, make_host, grace, start_timeout_s)
+        self._what, self._membership = what, membership
+        self._make_program, self._make_store = make_program, make_store
         self._make_discovery = make_discovery
-        self._grace_s, self._start_timeout_s = grace.failed_s, start_timeout_s
-        self._ending = Ending(self.selector, self._send, grace, output, self._left)
         self._events = Events(self.selector)
         self._slots = Slots(what.max_np, what.cooldown)
         self._known: Sequence[Host] | None = None
         self._retired: set[str] = set()  # names of hosts that members may not come from
-        self._hosts: dict[str, ElasticHost] = {}
-        self._dead_hosts: list[ElasticHost] = []  # to be closed
+        self._dead_hosts: list[JobHost] = []  # to be closed
         self._processes = Processes()
         self._several = what.script is not None or len(what.hosts) > 1
         self._news = News(output, self._several)
@@ -105,19 +92,10 @@ class ElasticJob:
         self._expected = 0
         self._finished = False  # a process has finished: no more are started
         self.why = ""  # it has failed
-        self.answers: dict[int, bytearray] = defaultdict(bytearray)  # by number
-        self._host_unreachable = False  # a host no longer answers
         self._discovery: Finder | None = None
 
-    def output(self, rank: int, stream: str, data: bytes) -> None:
-        """Like `Sink.output`."""
-        if stream == RESULT:
-            self.answers[rank] += data
-        else:
-            self._output.write(rank, stream, data)
-
     def exited(self, rank: int, code: int) -> None:
-        """Like `Sink.exited`."""
+        """See `Sink.exited`."""
         process = self._processes.started[rank]
         if process.code is not None:
             return
@@ -169,27 +147,6 @@ class ElasticJob:
         process.leaves = True
         process.host.of.signal(number, process.number)
 
-    def run(self) -> None:
-        """Run the job until all processes have ended.
-
-        CannotStartError : there are no hosts, or a program cannot be started.
-        """
-        with self._ending.signals_noted():
-            try:
-                self._find_hosts()
-                while not self._is_over():
-                    self._start_due()
-                    step(self.selector, self._left_s())
-                    self._output.show_due()
-                    self._ending.take_signals(failed=self._ending.begun)
-                    self._take_events()
-                    self._news.tell_due(self._ending.begun)
-                    self._look_at_hosts()
-                    self._judge()
-            finally:
-                self._close()
-        self.selector.close()
-
     def _find_hosts(self) -> None:
         if self._make_discovery is None:
             self._found(list(self._what.hosts))
@@ -197,8 +154,7 @@ class ElasticJob:
             self._discovery = self._make_discovery(self, self._found, self._not_found)
 
     def _is_over(self) -> bool:
-        over = self._ending.begun or self._finished
-        return self._host_unreachable or (over and not self._processes.live())
+        return (self._ending.begun or self._finished) and not self._processes.live()
 
     def _left(self) -> list[str]:
         return [each.name(self._several) for each in self._processes.live()]
@@ -208,17 +164,12 @@ class ElasticJob:
             self._news.tell()
         if self._discovery is not None:
             self._discovery.close()
-        for host in [*self._hosts.values(), *self._dead_hosts]:
+        super()._close()
+        for host in self._dead_hosts:
             host.of.close()
         if self._store is not None:
             self._store.stop()
         self._events.close()
-        self._output.fold(interrupted=self.asked is not None)
-        self._output.close()
-
-    def _send(self, number: int) -> None:
-        for host in self._hosts.values():
-            host.of.signal(number)
 
     def _left_s(self) -> float:
         """Time until the next action that no event triggers."""
@@ -253,7 +204,7 @@ class ElasticJob:
             self._store.start_thread()
         for slot in self._slots.due(time.monotonic(), self._processes.used()):
             if slot.host not in self._hosts:
-                self._reach(slot.host)
+                self._reach_again(slot.host)
             host = self._hosts.get(slot.host)
             if host is not None and host.of.ready and not host.leaves:
                 self._start(slot, host)
@@ -264,22 +215,17 @@ class ElasticJob:
             self._expected = expected
             self._store.expect(expected)
 
-    def _reach(self, name: str) -> None:
-        def ended(text: str) -> None:
-            self._host_ended(name, host, text)
-
+    def _reach_again(self, name: str) -> None:
         try:
-            host = ElasticHost(self._make_host(self, name, ended), time.monotonic())
+            host = self._reach(name)
         except CannotStartError as error:  # the command that reaches others
             self._fail(str(error))
             return
-        host.ready_by += self._start_timeout_s
-        self._hosts[name] = host
         if name in self._retired and self._store is not None:
             self._retired.remove(name)
             self._store.hosts_updated(added=[host.of.hostname])
 
-    def _start(self, slot: Slot, host: ElasticHost) -> None:
+    def _start(self, slot: Slot, host: JobHost) -> None:
         process = ElasticProcess(len(self.processes), slot, host, time.monotonic())
         if self._processes.generation or self._processes.failed:
             self._news.say_after(self._processes.start_text(process, self._several))
@@ -332,8 +278,7 @@ class ElasticJob:
             raise CannotStartError(text)
         self._news.say(text)
 
-    def _host_ended(self, name: str, host: ElasticHost, text: str) -> None:
-        """The agent has ended; it reports the ends of its processes next."""
+    def _host_ended(self, name: str, host: JobHost, text: str) -> None:
         if self._hosts.get(name) is not host:
             return
         del self._hosts[name]
@@ -349,11 +294,7 @@ class ElasticJob:
             self._discovery.go_on()
         for name, host in list(self._hosts.items()):
             if not host.of.ready and time.monotonic() >= host.ready_by:
-                self._host_ended(
-                    name, host,
-                    f"no agent answers on {name} after {self._start_timeout_s:g} s "
-                    "(--start-timeout)",
-                )  # fmt: skip
+                self._host_ended(name, host, self._unanswered([name]))
             elif host.leaves and not any(each.host is host for each in self._processes.live()):
                 del self._hosts[name]
                 self._dead_hosts.append(host)
@@ -410,9 +351,9 @@ class ElasticJob:
             self._fail(f"more than {self._what.reset_limit} resets (--reset-limit)")
 
     def _judge(self) -> None:
-        if not self._ending.go_on():
-            self._host_unreachable = True
-            return
+        self._take_events()
+        self._news.tell_due(self._ending.begun)
+        self._look_at_hosts()
         for process in self._processes.live():
             if process.lost_at is not None and time.monotonic() >= process.lost_at + self._grace_s:
                 process.lost_at = None
@@ -462,11 +403,6 @@ class ElasticJob:
     def processes(self) -> Sequence[ElasticProcess]:
         """All that were started, by number; those that have failed are among them."""
         return self._processes.started
-
-    @property
-    def asked(self) -> int | None:
-        """Like `Job.asked`."""
-        return self._ending.asked
 
     @property
     def first_failed(self) -> ElasticProcess | None:

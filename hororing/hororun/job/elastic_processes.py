@@ -1,4 +1,4 @@
-"""The launcher's records of an elastic job's processes and hosts, and what follows from them."""
+"""The launcher's records of an elastic job's processes, and what follows from them."""
 
 from __future__ import annotations
 
@@ -6,47 +6,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from hororing._job.rendezvous import protocol
 from hororing._job.rendezvous.elastic_store import World
-from hororing.hororun.host.local import Program
-from hororing.hororun.job.ending import KILLED_S
-from hororing.hororun.job.fixed import describe
+from hororing.hororun.job.ending import KILLED_S, describe
+from hororing.hororun.job.job import JobHost
 from hororing.hororun.job.slots import Slot
 
 _NAMED = 8  # of those that have failed
-
-
-class ProcessHost(Protocol):
-    """Starts and ends processes on a host: see `hosts`."""
-
-    ready: bool  # `start` may be called
-    hostname: str  # as its processes call it
-
-    def start(self, programs: Sequence[Program]) -> None:
-        """Start the ranks of `programs`. CannotStartError."""
-
-    def signal(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to one process, or to all."""
-
-    def silent_s(self) -> float:
-        """Ask the host for a sign of life; return for how long it has not answered."""
-
-    def reap(self, rank: int) -> None:
-        """Remove a process that has ended."""
-
-    def close(self) -> None:
-        """Leave nothing behind."""
-
-
-@dataclass(eq=False)
-class ElasticHost:
-    """A host, and whether it is to be used."""
-
-    of: ProcessHost
-    ready_by: float  # the agent must have answered
-    leaves: bool = False  # it was removed
 
 
 @dataclass(eq=False)
@@ -55,7 +22,7 @@ class ElasticProcess:
 
     number: int
     slot: Slot
-    host: ElasticHost
+    host: JobHost
     began: float
     uid: str = ""  # of its membership, once it has joined
     rank: int | None = None  # in the last generation in which it was

@@ -1,4 +1,4 @@
-"""How a job's processes are asked to end, then killed, and which signals request it."""
+"""How a job's processes are asked to end, then killed; which signals request it; what is said."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -152,3 +152,41 @@ class Ending:
             else:  # a second request: now
                 self.asked = self.asked or number
                 self._kill()
+
+
+def conclude_asked(asked: int, codes: Collection[int | None], output: Output) -> int:
+    """The exit code of a job ended by a signal, whose processes ended with `codes`."""
+    if not any(codes):
+        return 0
+    output.log(f"ended by {signal.Signals(asked).name}")
+    return 128 + asked
+
+
+def end_report(how: str, code: int, tail: Sequence[bytes], whose: str = "its") -> list[str]:
+    """Lines for the user: how a process has ended, and the last lines of its standard error."""
+    last = (
+        f"; the last lines of {whose} standard error:" if tail else "; its standard error is empty"
+    )
+    lines = (line.decode("utf-8", "surrogateescape") for line in tail)
+    hint = "an unexpected SIGKILL is usually the kernel's, out of memory: see `dmesg`"
+    killed = code == -signal.SIGKILL
+    return [how + last, *(f"    {line}" for line in lines), *([hint] if killed else [])]
+
+
+def way_out(tail: Sequence[bytes]) -> list[str]:
+    """Lines for the user: what to do about an error of Python's own."""
+    if any(b"ModuleNotFoundError: No module named 'horovod" in line for line in tail):
+        return ["a script that imports horovod runs under horovodrun, or by python -m "
+                "hororing.as_horovod script (docs/migrating.md)"]  # fmt: skip
+    return []
+
+
+def describe(code: int) -> str:
+    """Describe how a process has ended."""
+    if code >= 0:
+        return f"has failed with exit code {code}"
+    if code == -signal.SIGSTOP:
+        return "was stopped by a signal, did not go on after all others had ended, and was killed"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"

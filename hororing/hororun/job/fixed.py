@@ -1,104 +1,65 @@
-"""A job of several ranks, from the start to the exit code.
+"""A job of a fixed number of ranks, from the start to the exit code.
 
 The first failed rank determines the job's exit code. The others are then asked to end, and killed
-after the time of grace; the same happens when hororun is asked to end. Any thread can run a job;
-signals are recorded only in the main thread.
+after the time of grace; the same happens when hororun is asked to end.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
-import selectors
 import signal
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
-from hororing.hororun.host.local import RESULT, step
+from hororing.hororun.host.local import CannotStartError, ProcessHost, Program
 from hororing.hororun.host.output import Output
-from hororing.hororun.job.ending import Ending, Grace
+from hororing.hororun.job.ending import Grace, conclude_asked, describe, end_report, way_out
+from hororing.hororun.job.job import Job, JobHost, MakeHost
+from hororing.hororun.job.plan import Place
 
 _LOOK_S = 1.0  # between two looks at ranks that have not ended as others have
 # In the error of a rank that has lost another one.
 _NAMES = re.compile(rb"PeerLostError: .*?rank (\d+)")
 
 
-class CannotStartError(Exception):
-    """The job cannot be started; the text says why."""
+class FixedJob(Job):
+    """All ranks start together, once every host is ready.
 
-
-class Host(Protocol):
-    """The ranks of a host, as seen by this process."""
-
-    name: str
-    ready: bool  # `begin` may be called
-
-    def begin(self) -> None:
-        """Start its ranks. CannotStartError."""
-
-    def signal(self, number: int) -> None:
-        """Send a signal to its ranks."""
-
-    def stopped(self) -> set[int]:
-        """Those of its ranks that a signal has stopped, as far as this process can see."""
-
-    def close(self) -> None:
-        """Clean up."""
-
-
-class Job:
-    """The ranks of all hosts, and their `Sink`.
-
-    `on_finished` is called with each rank whose process ends with exit code 0.
+    Parameters
+    ----------
+    placed : the places of the ranks.
+    elsewhere : some ranks are on other hosts.
+    output, make_host, grace, start_timeout_s : see `Job`.
+    make_programs : returns the programs of each host, by name, once all are ready.
+    on_finished : called with each rank whose process ends with exit code 0.
 
     Attributes
     ----------
-    hosts : of the job, to be added before `run`.
-    host_of : names of other hosts, by rank.
-    results : the ranks' answers, in the order in which their first bytes arrived.
     failed : the rank that determines the exit code, and its exit code or minus the signal.
     remark : printed at the end of a job without failure, if it is not empty.
     """
 
     def __init__(
         self,
-        size: int,
+        placed: Sequence[Place],
         output: Output,
         *,
+        elsewhere: bool,
+        make_host: MakeHost,
+        make_programs: Callable[[Mapping[str, ProcessHost]], Mapping[str, Sequence[Program]]],
         grace: Grace,
-        on_finished: Callable[[int], None] = lambda rank: None,
+        start_timeout_s: float,
+        on_finished: Callable[[int], None],
     ) -> None:
-        self.selector = selectors.DefaultSelector()
-        self.hosts: list[Host] = []
-        self.host_of: dict[int, str] = {}
-        self.results: dict[int, bytearray] = defaultdict(bytearray)
+        super().__init__(output, make_host, grace, start_timeout_s)
         self.failed: tuple[int, int] | None = None
         self.remark = ""
-        self._size = size
-        self._output = output
-        self._on_finished = on_finished
+        self._host_of = {place.rank: place.host for place in placed}
+        self._elsewhere = elsewhere
+        self._make_programs, self._on_finished = make_programs, on_finished
         self._codes: dict[int, int] = {}
         self._begun = False
-        self._grace_s = grace.failed_s
         self._stopped_since: float | None = None
-        self._ending = Ending(self.selector, self._send, grace, output, self._left)
-
-    @property
-    def asked(self) -> int | None:
-        """The signal with which the user has requested the end."""
-        return self._ending.asked
-
-    # -----------------------------------------------------------------------------------------
-    # Called by hosts
-
-    def output(self, rank: int, stream: str, data: bytes) -> None:
-        """See `Sink.output`."""
-        if stream == RESULT:
-            self.results[rank] += data
-        else:
-            self._output.write(rank, stream, data)
 
     def exited(self, rank: int, code: int) -> None:
         """See `Sink.exited`."""
@@ -114,71 +75,46 @@ class Job:
         if self.failed is None or (code < 0 < self.failed[1]):
             self.failed = rank, code
 
-    # -----------------------------------------------------------------------------------------
-    # Running
+    def _host_ended(self, name: str, host: JobHost, text: str) -> None:
+        if not self._begun:
+            raise CannotStartError(text)
+        if any(self._host_of[rank] == name for rank in self._running()):
+            self._output.log(text)
 
-    def run(self, start_timeout_s: float, before: Callable[[], None]) -> None:
-        """Start the ranks of all hosts, and wait until they have ended.
+    def _find_hosts(self) -> None:
+        for name in dict.fromkeys(self._host_of.values()):
+            self._reach(name)
 
-        Parameters
-        ----------
-        start_timeout_s : how long hosts may take until they are ready.
-        before : called when all are ready, before the first rank is started.
+    def _start_due(self) -> None:
+        if self._begun:
+            return
+        missing = {name: host for name, host in self._hosts.items() if not host.of.ready}
+        if not missing:
+            programs = self._make_programs({name: host.of for name, host in self._hosts.items()})
+            self._begun = True
+            for name, host in self._hosts.items():
+                host.of.start(programs[name])
+        elif time.monotonic() >= max(host.ready_by for host in missing.values()):
+            raise CannotStartError(self._unanswered(missing))
 
-        Raises
-        ------
-        CannotStartError : a host was not ready in time, or cannot start its ranks.
-        """
-        with self._ending.signals_noted():
-            try:
-                if self._await_hosts(start_timeout_s):
-                    before()
-                    for host in self.hosts:
-                        host.begin()
-                    self._begun = True
-                    self._await_ranks()
-            finally:
-                for host in self.hosts:
-                    host.close()
-                cause = self._cause(self.failed[0]) if self.failed else None
-                self._output.fold(cause, interrupted=self.asked is not None)
-                self._output.close()
+    def _left_s(self) -> float | None:
+        if not self._begun:
+            return max(max(host.ready_by for host in self._hosts.values()) - time.monotonic(), 0.0)
+        lefts = [self._ending.left_s(), self._output.due_s(), _LOOK_S if self._codes else None]
+        return min((each for each in lefts if each is not None), default=None)
 
-    def _await_hosts(self, timeout_s: float) -> bool:
-        """Wait until all hosts are ready. False: the user has requested the end."""
-        end = time.monotonic() + timeout_s
-        while missing := [host.name for host in self.hosts if not host.ready]:
-            left_s = end - time.monotonic()
-            if left_s <= 0:
-                raise CannotStartError(
-                    f"no agent answers on {', '.join(missing)} after {timeout_s:g} s "
-                    "(--start-timeout)"
-                )
-            step(self.selector, left_s)
-            self._ending.take_signals(failed=False)
-            if self.asked is not None:
-                return False
-        return True
-
-    def _await_ranks(self) -> None:
-        while len(self._codes) < self._size:
-            some_ended = bool(self._codes) and not self._ending.begun
-            lefts = [_LOOK_S] if some_ended else [self._ending.left_s(), self._output.due_s()]
-            step(self.selector, min((each for each in lefts if each is not None), default=None))
-            self._output.show_due()
-            self._ending.take_signals(failed=self.failed is not None)
-            self._look_for_stopped()
-            if self.failed and not self._ending.begun:
-                self._ending.stop(signal.SIGTERM)
-            if not self._ending.go_on():
-                return
+    def _judge(self) -> None:
+        self._look_for_stopped()
+        if self.failed and not self._ending.begun:
+            self._ending.stop(signal.SIGTERM)
 
     def _look_for_stopped(self) -> None:
         """End the job if all ranks have ended but some that a signal has stopped."""
         if not self._codes or self.failed or self._ending.begun:
             return
-        left = set(range(self._size)) - self._codes.keys()
-        if not left or not left <= {rank for host in self.hosts for rank in host.stopped()}:
+        left = set(self._running())
+        stopped = {rank for host in self._hosts.values() for rank in host.of.stopped()}
+        if not left or not left <= stopped:
             self._stopped_since = None
         elif self._stopped_since is None:
             self._stopped_since = time.monotonic()
@@ -186,12 +122,20 @@ class Job:
             self.failed = min(left), -signal.SIGSTOP
             self._ending.stop(signal.SIGKILL)
 
-    def _left(self) -> list[str]:
-        return [self.name(rank) for rank in range(self._size) if rank not in self._codes]
+    def _is_over(self) -> bool:
+        return not self._running() if self._begun else self.asked is not None
 
-    def _send(self, number: int) -> None:
-        for host in self.hosts:
-            host.signal(number)
+    def _is_failing(self) -> bool:
+        return self.failed is not None
+
+    def _running(self) -> list[int]:
+        return [rank for rank in self._host_of if rank not in self._codes]
+
+    def _left(self) -> list[str]:
+        return [self.name(rank) for rank in self._running()]
+
+    def _last_words(self) -> int | None:
+        return None if self.failed is None else self._cause(self.failed[0])
 
     # -----------------------------------------------------------------------------------------
     # The end
@@ -242,43 +186,5 @@ class Job:
         return int(found[-1]) if found else None
 
     def name(self, rank: int) -> str:
-        """The rank, and its host if that is another one."""
-        return f"rank {rank}" + (f" on host {self.host_of[rank]}" if rank in self.host_of else "")
-
-
-def conclude_asked(asked: int, codes: Collection[int | None], output: Output) -> int:
-    """The exit code of a job ended by a signal, whose processes ended with `codes`."""
-    if not any(codes):
-        return 0
-    output.log(f"ended by {signal.Signals(asked).name}")
-    return 128 + asked
-
-
-def end_report(how: str, code: int, tail: Sequence[bytes], whose: str = "its") -> list[str]:
-    """Lines for the user: how a process has ended, and the last lines of its standard error."""
-    last = (
-        f"; the last lines of {whose} standard error:" if tail else "; its standard error is empty"
-    )
-    lines = (line.decode("utf-8", "surrogateescape") for line in tail)
-    hint = "an unexpected SIGKILL is usually the kernel's, out of memory: see `dmesg`"
-    killed = code == -signal.SIGKILL
-    return [how + last, *(f"    {line}" for line in lines), *([hint] if killed else [])]
-
-
-def way_out(tail: Sequence[bytes]) -> list[str]:
-    """Lines for the user: what to do about an error of Python's own."""
-    if any(b"ModuleNotFoundError: No module named 'horovod" in line for line in tail):
-        return ["a script that imports horovod runs under horovodrun, or by python -m "
-                "hororing.as_horovod script (docs/migrating.md)"]  # fmt: skip
-    return []
-
-
-def describe(code: int) -> str:
-    """Describe how a process has ended."""
-    if code >= 0:
-        return f"has failed with exit code {code}"
-    if code == -signal.SIGSTOP:
-        return "was stopped by a signal, did not go on after all others had ended, and was killed"
-    with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"was killed by signal {-code}"
+        """The rank, and its host if not all are on this one."""
+        return f"rank {rank}" + (f" on host {self._host_of[rank]}" if self._elsewhere else "")

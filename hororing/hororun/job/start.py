@@ -11,7 +11,7 @@ import ipaddress
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -27,14 +27,15 @@ from hororing.hororun.flags.host_lists import Host, parse_hosts, read_hostfile
 from hororing.hororun.host import cgroup
 from hororing.hororun.host.agent import free_port
 from hororing.hororun.host.hosts import LocalHost, RemoteHost
-from hororing.hororun.host.local import Program, memory_file
+from hororing.hororun.host.local import CannotStartError, ProcessHost, Program, memory_file
 from hororing.hororun.host.output import Output
 from hororing.hororun.job import plan
 from hororing.hororun.job.beside import Beside
 from hororing.hororun.job.discovery import Discovery, Found
 from hororing.hororun.job.elastic import ElasticJob
 from hororing.hororun.job.ending import Grace
-from hororing.hororun.job.fixed import CannotStartError, Job
+from hororing.hororun.job.fixed import FixedJob
+from hororing.hororun.job.job import Job, MakeHost
 from hororing.hororun.job.plan import Place, Rendezvous
 from hororing.hororun.job.slots import Slot
 
@@ -78,7 +79,7 @@ class Start:
     payload: bytes | None = None
 
 
-def run(what: Start, output: Output) -> Job:
+def run(what: Start, output: Output) -> FixedJob:
     """Run a job, and return it when all its ranks have ended.
 
     Raises
@@ -86,47 +87,33 @@ def run(what: Start, output: Output) -> Job:
     CannotStartError : a host does not answer, or cannot start its ranks.
     """
     size = len(what.placed)
-    names = dict.fromkeys(place.host for place in what.placed)
-    others = [name for name in names if not is_local(name)]
+    others = [name for name in dict.fromkeys(p.host for p in what.placed) if not is_local(name)]
     here_count = sum(place.host not in others for place in what.placed)
     _make_room(what, output, size, here_count, connections=size)
     store, secret = new_store(size, bool(others), ends_are_noted=True)
-    for each in what.beside:
-        each.about(store.job, others)
-    job = Job(size, output, grace=what.grace, on_finished=store.note_end)
-    job.host_of = {place.rank: place.host for place in what.placed} if others else {}
-    here = LocalHost(job.selector, job, secret)
-    remote: list[RemoteHost] = []
-    compared = _compared(what)
-    payload = None if what.payload is None else memory_file("payload", what.payload)
+    given = {name: text for name, text in what.variables.items() if name.startswith("MASTER_")}
 
-    def prepare() -> None:
-        """Send each host its programs, once free ports are known."""
-        rendezvous = Rendezvous(
-            store.job, _addresses(store, others), _master(what.placed[0], remote, bool(others))
-        )
-        _assign(what, rendezvous, here, remote, payload)
+    def make_programs(hosts: Mapping[str, ProcessHost]) -> dict[str, list[Program]]:
+        master = _master(what.placed[0].host, hosts, bool(others))
+        rendezvous = Rendezvous(store.job, _addresses(store, others), master)
+        programs: dict[str, list[Program]] = {name: [] for name in hosts}
+        for place in what.placed:
+            own = {**plan.environment(place, size, rendezvous), **given}
+            stdin = what.stdin if payload is None and place.rank == 0 else payload
+            programs[place.host].append(_program(what, place.rank, place.host, own, stdin))
+        return programs
 
-    try:
+    with _payload(what) as payload:
+        job = FixedJob(
+            what.placed, output, elsewhere=bool(others), make_programs=make_programs,
+            make_host=_host_maker(what, store.job, secret, output), grace=what.grace,
+            start_timeout_s=what.start_timeout_s, on_finished=store.note_end,
+        )  # fmt: skip
         store.start_thread()
-        job.hosts.append(here)
-        for name in others:
-            ranks = [place.rank for place in what.placed if place.host == name]
-            remote.append(
-                RemoteHost(
-                    job.selector, job, secret,
-                    name=name, rsh=what.rsh, ranks=ranks, log=output.log, compared=compared,
-                )
-            )  # fmt: skip
-            job.hosts.append(remote[-1])
-        job.run(what.start_timeout_s, prepare)
-    finally:
-        for host in job.hosts:
-            host.close()
-        job.selector.close()
-        store.stop()
-        if payload is not None:
-            os.close(payload)
+        try:
+            job.run()
+        finally:
+            store.stop()
     if size > 1 and not store.was_used and what.payload is None and _is_python(what.command[0]):
         job.remark = (
             f"no rank has joined the job by init(): the program ran {size} times, each time alone, "
@@ -149,14 +136,7 @@ def run_elastic(
     ------
     CannotStartError : there are no hosts, or a program cannot be started.
     """
-    secret, job = protocol.new_secret(), secrets.token_hex(8)
-    for each in what.beside:
-        each.about(job)
-    job_id = job
-    inherited = environment.inherited()
-    common = {"HORORING_ELASTIC": "1", "HORORING_JOB": job}
-    payload = None if what.payload is None else memory_file("payload", what.payload)
-    compared = _compared(what)
+    secret, job_id = protocol.new_secret(), secrets.token_hex(8)
     stores: dict[bool, str] = {}  # the store's address, by whether a process is on this host
 
     def make_store(
@@ -168,7 +148,7 @@ def run_elastic(
         # Each has a second connection, for signs of life.
         _make_room(what, output, at_first.np, min(here, at_first.np), connections=2 * at_first.np)
         store = ElasticStore(
-            job=job, secret=secret, host="" if several else "127.0.0.1", on_event=on_event,
+            job=job_id, secret=secret, host="" if several else "127.0.0.1", on_event=on_event,
             np=at_first.np, min_np=at_first.min_np, max_np=at_first.max_np,
             elastic_timeout_s=at_first.elastic_timeout_s, peer_timeout_s=at_first.peer_timeout_s,
             ends_are_noted=True,
@@ -182,33 +162,14 @@ def run_elastic(
 
     def make_program(number: int, slot: Slot) -> Program:
         here = is_local(slot.host)
-        variables = {
-            **_PYTHON,
-            **(inherited if here else {}),
-            **common,
-            **what.variables,
+        own = {
+            "HORORING_ELASTIC": "1",
+            "HORORING_JOB": job_id,
             "HORORING_RENDEZVOUS": stores[here],
             "HORORING_PROCESS": str(number),
             **({} if here else {"HORORING_HOSTNAME": slot.host}),
         }
-        return Program(
-            number, what.command, variables, _directory(), sharing=slot.neighbours,
-            stdin=payload, answers=payload is not None,
-        )  # fmt: skip
-
-    def make_host(
-        job: ElasticJob, name: str, ended: Callable[[str], None]
-    ) -> LocalHost | RemoteHost:
-        if is_local(name):
-            return LocalHost(job.selector, job, secret)
-        for each in what.beside:
-            each.about(job_id, [name])
-        host = RemoteHost(
-            job.selector, job, secret,
-            name=name, rsh=what.rsh, ranks=(), log=output.log, compared=compared, on_end=ended,
-        )  # fmt: skip
-        host.payload = what.payload
-        return host
+        return _program(what, number, slot.host, own, payload, slot.neighbours)
 
     def make_discovery(job: ElasticJob, found: Found, failed: Callable[[str], None]) -> Discovery:
         assert elastic.script is not None
@@ -225,18 +186,64 @@ def run_elastic(
             job.selector, elastic.script, elastic.slots_per_host, found=checked, failed=failed
         )
 
-    ended = ElasticJob(
-        elastic, output,
-        make_program=make_program, make_store=make_store, make_host=make_host,
-        make_discovery=None if elastic.script is None else make_discovery,
-        grace=what.grace, start_timeout_s=what.start_timeout_s, membership=membership,
-    )  # fmt: skip
+    with _payload(what) as payload:
+        job = ElasticJob(
+            elastic, output, make_program=make_program, make_store=make_store,
+            make_host=_host_maker(what, job_id, secret, output),
+            make_discovery=None if elastic.script is None else make_discovery,
+            grace=what.grace, start_timeout_s=what.start_timeout_s, membership=membership,
+        )  # fmt: skip
+        job.run()
+    return job
+
+
+@contextlib.contextmanager
+def _payload(what: Start) -> Iterator[int | None]:
+    """A descriptor of the payload, if there is one."""
+    if what.payload is None:
+        yield None
+        return
+    payload = memory_file("payload", what.payload)
     try:
-        ended.run()
+        yield payload
     finally:
-        if payload is not None:
-            os.close(payload)
-    return ended
+        os.close(payload)
+
+
+def _host_maker(what: Start, job_id: str, secret: bytes, output: Output) -> MakeHost:
+    # Variables of this process that ranks of other hosts do not get, but may need.
+    own = environment.variables()
+    compared = {name: own[name] for name in _PATHS if own.get(name) and name not in what.variables}
+    for each in what.beside:
+        each.about(job_id)
+
+    def make_host(job: Job, name: str, ended: Callable[[str], None]) -> ProcessHost:
+        if is_local(name):
+            return LocalHost(job.selector, job, secret)
+        for each in what.beside:
+            each.about(job_id, [name])
+        return RemoteHost(
+            job.selector, job, secret, name=name, rsh=what.rsh, log=output.log, compared=compared,
+            payload=what.payload, on_end=ended,
+        )  # fmt: skip
+
+    return make_host
+
+
+def _program(
+    what: Start,
+    rank: int,
+    host: str,
+    own: Mapping[str, str],
+    stdin: IO[bytes] | int | None,
+    sharing: int = 0,
+) -> Program:
+    """The program of a rank with its `own` variables."""
+    # Not the variables that an outer job has set for this process.
+    inherited = environment.inherited() if is_local(host) else {}
+    variables = {**_PYTHON, **inherited, **what.variables, **own}
+    answers = what.payload is not None
+    return Program(rank, what.command, variables, _directory(), sharing, stdin, answers)
 
 
 def _make_room(what: Start, output: Output, size: int, here: int, connections: int) -> None:
@@ -277,49 +284,6 @@ def new_store(
         job=secrets.token_hex(8), size=size, secret=secret, host=host, ends_are_noted=ends_are_noted
     )
     return store, secret
-
-
-def _assign(
-    what: Start,
-    rendezvous: Rendezvous,
-    here: LocalHost,
-    remote: list[RemoteHost],
-    payload: int | None,
-) -> None:
-    size = len(what.placed)
-    # Not the variables that an outer job has set for this process.
-    inherited = {**_PYTHON, **environment.inherited(), **what.variables}
-    given = {name: text for name, text in what.variables.items() if name.startswith("MASTER_")}
-    environments = {
-        place.rank: {**plan.environment(place, size, rendezvous), **given} for place in what.placed
-    }
-    stdin = {0: what.stdin} if payload is None else dict.fromkeys(range(size), payload)
-    here.programs = [
-        Program(
-            place.rank, what.command, {**inherited, **environments[place.rank]}, _directory(),
-            stdin=stdin.get(place.rank), answers=payload is not None,
-        )
-        for place in what.placed
-        if is_local(place.host)
-    ]  # fmt: skip
-    for host in remote:
-        host.payload = what.payload
-        host.message = {
-            "directory": _directory(),
-            "command": list(what.command),
-            "environment": {**_PYTHON, **what.variables},
-            "ranks": [
-                {"rank": place.rank, "environment": environments[place.rank]}
-                for place in what.placed
-                if place.host == host.name
-            ],
-        }
-
-
-def _compared(what: Start) -> dict[str, str]:
-    """Variables of this process that ranks of other hosts do not get, but may need."""
-    own = environment.variables()
-    return {name: own[name] for name in _PATHS if own.get(name) and name not in what.variables}
 
 
 def settings() -> dict[str, str]:
@@ -422,13 +386,13 @@ def _addresses(store: Server, others: list[str]) -> str:
     return ",".join(protocol.show_address(host, store.port) for host in hosts)
 
 
-def _master(first: Place, remote: list[RemoteHost], several: bool) -> tuple[str, int]:
-    for host in remote:
-        if host.name == first.host:
-            return _without_user(host.name), host.port
+def _master(first: str, hosts: Mapping[str, ProcessHost], several: bool) -> tuple[str, int]:
+    host = hosts[first]
+    if isinstance(host, RemoteHost):
+        return _without_user(first), host.port
     if not several:
         return "127.0.0.1", free_port()
-    own = _address(first.host)  # the user's: perhaps others do not know the name
+    own = _address(first)  # the user's: perhaps others do not know the name
     return (socket.gethostname() if own is None or own.is_loopback else str(own)), free_port()
 
 

@@ -11,7 +11,8 @@ from hororing._job.rendezvous.generations import Member, World
 from hororing.hororun.flags.host_lists import Host
 from hororing.hororun.host.local import STDERR
 from hororing.hororun.host.output import Output
-from hororing.hororun.job.elastic_processes import ElasticHost, ElasticProcess
+from hororing.hororun.job.elastic_processes import ElasticProcess
+from hororing.hororun.job.job import JobHost
 from hororing.hororun.job.news import News
 from hororing.hororun.job.slots import Slot
 
@@ -37,7 +38,7 @@ class Told:
 
 
 def process(number: int, rank: int) -> ElasticProcess:
-    host = ElasticHost(None, 0.0)  # type: ignore[arg-type]
+    host = JobHost(None, 0.0)  # type: ignore[arg-type]
     return ElasticProcess(number, Slot("localhost", number, 3), host, 0.0, rank=rank, generation=1)
 
 

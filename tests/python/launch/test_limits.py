@@ -17,11 +17,10 @@ from hororing._job import limits
 from hororing._job.rendezvous.store import Store
 from hororing.hororun import command
 from hororing.hororun.host import cgroup, local
-from hororing.hororun.host.local import Program
+from hororing.hororun.host.local import CannotStartError, Program
 from hororing.hororun.host.output import Output
 from hororing.hororun.job import start
 from hororing.hororun.job.ending import Grace
-from hororing.hororun.job.fixed import CannotStartError
 
 # Members of a store, one after the other; prints the reasons of those that are refused.
 _MEMBERS = """
