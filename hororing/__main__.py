@@ -13,13 +13,14 @@ import sys
 from importlib import metadata
 
 import hororing
-from hororing import completion, config
+from hororing import config
 from hororing._api import init
 from hororing._engine import mpi, nccl
 from hororing._engine.core import ffi, lib
 from hororing._job import networks
 from hororing._job.launchers import Launch
 from hororing.config import documentation, environment
+from hororing.hororun import completion
 
 _FRAMEWORKS = ("torch", "tensorflow", "keras")
 

@@ -67,16 +67,3 @@ def cuda_built() -> bool:
 def rocm_built() -> bool:
     """Return False: only NVIDIA's GPUs are supported."""
     return False
-
-
-__all__ = [
-    "ccl_built",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
-    "mpi_built",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rocm_built",
-]

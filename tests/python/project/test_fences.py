@@ -192,7 +192,7 @@ def test_modules_do_not_import_one_another_in_a_circle():
 FLOORS = (
     "errors torch_backend", "config", "_job", "_engine", "_requests", "_api", "numpy", "elastic",
     "_adapters", "extension", "guard", "torch jax hororun", "keras ray spark", "tensorflow",
-    "toolkit as_horovod as_ccl testing watch completion", "__main__",
+    "toolkit as_horovod as_ccl testing watch", "__main__",
 )  # fmt: skip
 LEVEL = {entry: level for level, entries in enumerate(FLOORS) for entry in entries.split()}
 # The backend of Keras for TensorFlow uses that adapter, whose Keras 2 part uses hororing.keras.
