@@ -30,10 +30,11 @@ from hororun_jobs import (
     wait_until,
 )
 
-from hororing._job.rendezvous import interfaces
+from hororing._job.rendezvous import interfaces, protocol
 from hororing.config.knobs import KNOBS
 from hororing.hororun.command import _grace, main
 from hororing.hororun.flags.host_lists import Host
+from hororing.hororun.host.agent import MARK
 from hororing.hororun.host.output import Output
 from hororing.hororun.job import plan
 from hororing.hororun.job.ending import Grace
@@ -734,6 +735,19 @@ def test_a_host_that_does_not_answer_is_an_error(agent: str, wanted: str):
     assert wanted in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     wait_until(lambda: not any(map(is_alive, numbers(done.stderr))))
+
+
+def test_a_host_that_dies_before_another_answers_is_an_error_at_once(tmp_path: Path):  # 1 s
+    agent = tmp_path / "agent"
+    ready = f"sys.stdout.buffer.write({MARK + protocol.encode({'ready': 1})!r})"
+    agent.write_text(
+        f"#!{sys.executable}\nimport sys, time\n"
+        f"{ready} if sys.argv[1] == 'b' else time.sleep(600)\n"
+    )
+    agent.chmod(0o755)
+    done = run("-H", "b:1,c:1", "--rsh-agent", str(agent), "--start-timeout", "500", SH)
+    assert done.returncode == 1
+    assert "host b: the connection with hororun's agent there has ended" in done.stderr
 
 
 def test_the_time_for_other_hosts_may_come_from_horovods_variable(
