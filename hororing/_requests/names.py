@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from hororing._engine import state
@@ -28,21 +27,14 @@ counts: Final[Counts] = {}
 _lock: Final = threading.RLock()  # a finalizer may call a verb in the middle of anything
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    """An unnamed call."""
-
-    counter: tuple[str, int]  # of `counts`
-    number: int
-    submitted: bool = False  # other ranks may know its name
-
-
 class DefaultName(str):
     """A counted name."""
 
-    __slots__ = ("call",)
+    __slots__ = ("counter", "number", "submitted")
 
-    call: _Call
+    counter: tuple[str, int]  # of `counts`
+    number: int
+    submitted: bool  # other ranks may know it
 
 
 def default_name(verb: str, process_set: int = WORLD_SET) -> DefaultName:
@@ -54,20 +46,9 @@ def default_name(verb: str, process_set: int = WORLD_SET) -> DefaultName:
     with _lock:
         number = counts.get((verb, process_set), 0) + 1
         counts[verb, process_set] = number
-    return _counted(f"{verb}.noname.{number}", _Call((verb, process_set), number))
-
-
-def _counted(text: str, call: _Call) -> DefaultName:
-    name = DefaultName(text)
-    name.call = call
+    name = DefaultName(f"{verb}.noname.{number}")
+    name.counter, name.number, name.submitted = (verb, process_set), number, False
     return name
-
-
-def extended(name: str, suffix: str) -> str:
-    """`name` for the first of several requests that form one call; counted like `name`."""
-    _check_type(name)
-    longer = f"{name}{suffix}"
-    return _counted(longer, name.call) if isinstance(name, DefaultName) else longer
 
 
 class naming:  # noqa: N801 (a verb, like contextlib's)
@@ -92,15 +73,15 @@ class naming:  # noqa: N801 (a verb, like contextlib's)
 def note_submitted(name: str) -> None:
     """Note that other ranks may know a name."""
     if isinstance(name, DefaultName):
-        name.call.submitted = True
+        name.submitted = True
 
 
 def uncount(name: str) -> None:
     """Uncount a default name whose call was not submitted."""
-    if isinstance(name, DefaultName) and not name.call.submitted:
+    if isinstance(name, DefaultName) and not name.submitted:
         with _lock:
-            if counts.get(name.call.counter) == name.call.number:
-                counts[name.call.counter] -= 1
+            if counts.get(name.counter) == name.number:
+                counts[name.counter] -= 1
 
 
 def forget_counts(which: Callable[[str, int], bool]) -> None:
@@ -143,12 +124,13 @@ def without_numbers(name: str) -> str:
 
 def encode_name(name: str) -> bytes:
     """Return the name as the core's bytes."""
-    _check_type(name)
+    check_name(name)
     if "\0" in name:
         raise ValueError(f"name {name!r} holds a zero character")
     return name.encode("utf-8", "backslashreplace")
 
 
-def _check_type(name: object) -> None:
+def check_name(name: object) -> None:
+    """Raise TypeError unless it is a text."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, not {type(name).__name__}")

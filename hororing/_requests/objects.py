@@ -18,7 +18,7 @@ import cloudpickle
 from hororing._engine import state
 from hororing._requests import arguments, handles, plain
 from hororing._requests.handles import DTYPES, View
-from hororing._requests.names import extended, naming
+from hororing._requests.names import check_name, naming, note_submitted
 from hororing._requests.process_sets import ProcessSet, check_member, global_process_set
 
 _SIZE: Final = struct.Struct("<q")
@@ -71,7 +71,9 @@ def broadcast_object(
         return obj if is_root else _load(buffer, root_rank, given)
 
     with naming(name, "broadcast_object", members) as given:
-        started = _start_broadcast(size, "int64", 1, root_rank, extended(given, ".sz"), members)
+        check_name(given)
+        started = _start_broadcast(size, "int64", 1, root_rank, f"{given}.sz", members)
+        note_submitted(given)
     return handles.wait_and_go_on(started, send_payload)
 
 
@@ -96,11 +98,13 @@ def allgather_object(
     payload[:0] = _SIZE.pack(_CANNOT_PICKLE if failure else len(payload))
     view = View(handles.address_of(payload), 0, DTYPES["uint8"], (len(payload),))
     with naming(name, "allgather_object", members) as given:
+        check_name(given)
         handle = handles.submit(
-            handles.ALLGATHER, extended(given, ".t"), [view], keep=payload,
+            handles.ALLGATHER, f"{given}.t", [view], keep=payload,
             finish=lambda handle: handles.take(handle, 0).buffer, process_set=members,
             blocking=True,
         )  # fmt: skip
+        note_submitted(given)
     gathered = memoryview(handles.wait(handle))
     if failure is not None:
         raise failure

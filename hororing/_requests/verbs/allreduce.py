@@ -9,7 +9,7 @@ from hororing._engine.core import fail
 from hororing._requests import arguments, handles
 from hororing._requests.adapter import T
 from hororing._requests.compression import Compressor, NoneCompressor, check_compression, compressed
-from hororing._requests.names import default_name, naming, note_submitted, uncount
+from hororing._requests.names import default_name, note_submitted, uncount
 from hororing._requests.process_sets import ProcessSet, check_member, global_process_set
 from hororing._requests.verbs.views import Requests, first
 
@@ -165,19 +165,21 @@ class Allreduce(Requests[T]):
             members = check_member(process_set, "allreduce")
             keep = tensor if in_place else handles.Separate(tensor, output)
             given = default_name("allreduce", members) if name is None else name
-            try:  # as `naming`, which takes twice as long as the rest
+            try:  # like `naming`, which would take half as long as all of this
                 answer = adapter.plain_tensors.allreduce(
                     tensor, output, keep, given, members, op, prescale, postscale, blocking
                 )
                 if type(answer) is int and answer < 0:
                     fail(answer)
                 if answer is not None:
-                    note_submitted(given)
+                    if name is None:
+                        note_submitted(given)
                     if in_place:
                         adapter.mark_written((tensor,))
                     return answer
             finally:
-                uncount(given)
+                if name is None:
+                    uncount(given)
         return self.reduce_async(
             "allreduce", [tensor], in_place, name, arguments.choose_op(op, None), prescale,
             postscale, first, process_set=process_set, blocking=blocking,
@@ -201,7 +203,8 @@ class Allreduce(Requests[T]):
             op = arguments.choose_op(op, average)
         tensors = tuple(tensors)
         members = check_member(process_set, "grouped_allreduce")
-        with naming(name, "grouped_allreduce", members) as given:
+        given = default_name("grouped_allreduce", members) if name is None else name
+        try:  # as in `start_one`
             answer = None
             if weight is None:
                 answer = self.adapter.plain_tensors.grouped_allreduce(
@@ -210,9 +213,13 @@ class Allreduce(Requests[T]):
             if type(answer) is int and answer < 0:
                 fail(answer)
             if answer is not None:
-                note_submitted(given)
+                if name is None:
+                    note_submitted(given)
                 self.adapter.mark_written(tensors)
                 return answer
+        finally:
+            if name is None:
+                uncount(given)
         return self.reduce_async(
             "grouped_allreduce", tensors, True, name, arguments.choose_op(op, None), prescale,
             postscale, tuple, process_set=process_set, blocking=blocking,
