@@ -26,12 +26,12 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 21 };
+enum { HR_ABI_VERSION = 22 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
   HR_PENDING = -1,
-  HR_ASKS = -2, /* of hr_init_wait */
+  HR_EXCHANGES = -2, /* of hr_init_wait */
   HR_OK = 0,
   HR_INVALID_ARGUMENT = 1,
   HR_MISMATCH = 2,
@@ -110,7 +110,7 @@ typedef struct hr_config {
   const char* backend;     /* "auto", "host" */
   const char* mpi_library; /* path of the layer for the loaded MPI */
   /* Without MPI: this rank, of `size` ranks, which meet through the caller of hr_init_wait
-   * (HR_ASKS). size 0: through MPI. */
+   * (HR_EXCHANGES). size 0: through MPI. */
   int32_t rank, size;
   const char* address;      /* of this host, as others reach it; NULL: unknown */
   const char* key;          /* secret of the job, which its members prove to hold; or NULL */
@@ -233,12 +233,12 @@ const char* hr_version(void);
 int hr_init(const hr_config* config);
 /* Waits until all ranks have started their engines (HR_OK), or until that has failed on all of
  * them, for at most timeout_s and at most a second. HR_PENDING: call it again, or hr_abort.
- * HR_ASKS: pass the texts of all ranks, of which hr_asked is this rank's, to hr_answer; then call
- * it again. */
+ * HR_EXCHANGES, the out-of-band exchange: pass the texts of all ranks, of which hr_exchange_text is
+ * this rank's, to hr_exchanged; then call it again. */
 int hr_init_wait(double timeout_s);
-const char* hr_asked(void);
+const char* hr_exchange_text(void);
 /* `texts`: of all ranks, in rank order; or NULL, with the reason in `error`. */
-void hr_answer(const char* const* texts, const char* error);
+void hr_exchanged(const char* const* texts, const char* error);
 /* Ends the engine. Requests that all ranks have submitted are carried out; all other pending ones
  * fail with HR_SHUT_DOWN on every rank, with `reason` in the text ("" for none). Returns within
  * about timeout_s, even if peers are dead. hr_init works again afterwards. */

@@ -6,18 +6,15 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
-#include <memory>
 #include <mutex>
-#include <string>
 #include <system_error>
 #include <utility>
 #include <vector>
 
-#include "base/clock.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "capi/generation.h"
 #include "capi/hororing.h"
-#include "engine/engine.h"
 #include "kernels/reduce.h"
 #include "transport/bootstrap.h"
 #include "transport/factory.h"
@@ -35,11 +32,10 @@ struct Process {
   std::mutex mutex;
   std::shared_ptr<Engine> engine;           // GUARDED_BY(mutex)
   std::shared_ptr<Engine> starting;         // from hr_init to hr_init_wait; GUARDED_BY(mutex)
-  int64_t generation = 0;                   // of the latest engine; GUARDED_BY(mutex)
   bool abandoned = false;                   // whether a former engine was; GUARDED_BY(mutex)
   std::vector<int> unreachable;             // by the latest engine; GUARDED_BY(mutex)
   std::string ended_by;                     // why a former engine ended; GUARDED_BY(mutex)
-  std::shared_ptr<AskingBootstrap> asking;  // of the engine that starts; GUARDED_BY(mutex)
+  std::shared_ptr<OutOfBandBootstrap> oob;  // of the engine that starts; GUARDED_BY(mutex)
   std::shared_ptr<HandleTable> handles = std::make_shared<HandleTable>();
 };
 
@@ -50,13 +46,7 @@ Process& process = *new Process();
 // not exist either. The child therefore does not touch the parent's state.
 std::atomic<bool> in_forked_child{false};
 
-void WatchForks() {
-  static std::once_flag once;
-  std::call_once(once,
-                 [] { pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); }); });
-}
-
-thread_local std::string asked;
+thread_local std::string exchange_text;
 thread_local std::string last_error;
 thread_local int last_error_rank = -1;
 
@@ -108,16 +98,6 @@ Status NotInitialized() {
 bool InForkedChild() { return in_forked_child.load(std::memory_order_relaxed); }
 
 const std::shared_ptr<HandleTable>& Handles() { return process.handles; }
-
-void RevokeGeneration(int64_t generation, const Status& why) {
-  std::shared_ptr<Engine> engine;
-  {
-    std::lock_guard<std::mutex> lock(process.mutex);
-    if (process.generation == 0 || process.generation > generation) return;
-    engine = process.starting != nullptr ? process.starting : process.engine;
-  }
-  if (engine != nullptr) engine->Revoke(why);
-}
 
 std::shared_ptr<Engine> CurrentEngine() {
   if (InForkedChild()) return nullptr;
@@ -192,13 +172,14 @@ int EndEngine(const char* reason, const std::function<bool(Engine&)>& end) {
   {
     std::lock_guard<std::mutex> lock(process.mutex);
     const bool started = process.starting == nullptr;
-    if (process.asking != nullptr) {
-      process.asking->Answer(Status(Code::kTransport, "init was given up"), {});
+    if (process.oob != nullptr) {
+      process.oob->Exchanged(Status(Code::kTransport, "init was given up"), {});
     }
     engine = std::exchange(started ? process.engine : process.starting, nullptr);
     if (engine == nullptr) return HR_OK;
     if (!started) process.abandoned = true;  // until its thread has ended
     process.ended_by = Text(reason);
+    WatchGeneration(0, nullptr);
   }
   if (end(*engine)) {
     std::lock_guard<std::mutex> lock(process.mutex);
@@ -225,7 +206,8 @@ HR_EXPORT int hr_abi_version(void) { return HR_ABI_VERSION; }
 HR_EXPORT const char* hr_version(void) { return HORORING_VERSION; }
 
 HR_EXPORT int hr_init(const hr_config* config) try {
-  WatchForks();
+  [[maybe_unused]] static const int watched =
+      pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); });
   if (in_forked_child.load()) return Remember(NotInitialized());
   {
     std::lock_guard<std::mutex> lock(process.mutex);
@@ -256,39 +238,36 @@ HR_EXPORT int hr_init(const hr_config* config) try {
   }
   const Status parsed = Parse(Text(config->gpu), &engine_config.gpu);
   if (!parsed.ok()) return Remember(parsed);
-  std::shared_ptr<AskingBootstrap> asking;
-  if (config->size > 0) asking = std::make_shared<AskingBootstrap>(config->rank, config->size);
-  world.bootstrap = asking.get();
-  const auto make = [world, asking](World* made) {
+  std::shared_ptr<OutOfBandBootstrap> oob;
+  if (config->size > 0) oob = std::make_shared<OutOfBandBootstrap>(config->rank, config->size);
+  world.bootstrap = oob.get();
+  const auto make = [world, oob](World* made) {
     const Status status = MakeWorld(world, made);
-    if (asking != nullptr) asking->Close();
+    if (oob != nullptr) oob->Close();
     return status;
   };
   std::shared_ptr<Engine> engine = Engine::Begin(engine_config, make, process.handles);
   {
     std::lock_guard<std::mutex> lock(process.mutex);
-    process.asking = std::move(asking);
-    process.starting = std::move(engine);
-    process.generation = config->generation;
+    process.oob = std::move(oob);
+    process.starting = engine;
   }
-  // It may have ended before there was an engine to revoke.
-  const Status over = CheckGeneration(config->generation);
-  if (!over.ok()) RevokeGeneration(config->generation, over);
+  WatchGeneration(config->generation, engine);
   return HR_OK;
 }
 HR_OR(Caught())
 
 HR_EXPORT int hr_init_wait(double timeout_s) try {
   std::shared_ptr<Engine> starting;
-  std::shared_ptr<AskingBootstrap> asking;
+  std::shared_ptr<OutOfBandBootstrap> oob;
   {
     std::lock_guard<std::mutex> lock(process.mutex);
     starting = process.starting;
-    asking = process.asking;
+    oob = process.oob;
   }
   if (starting == nullptr) return CurrentEngine() != nullptr ? HR_OK : Remember(NotInitialized());
   const TimeNs end = After(NowNs(), Scaled(timeout_s, kSecond));
-  if (asking != nullptr && asking->AwaitQuestion(end - NowNs(), &asked)) return HR_ASKS;
+  if (oob != nullptr && oob->AwaitExchange(end - NowNs(), &exchange_text)) return HR_EXCHANGES;
   Status status;
   if (!starting->AwaitStart(std::max<TimeNs>(end - NowNs(), 0), &status)) return HR_PENDING;
   if (!status.ok()) {
@@ -301,17 +280,17 @@ HR_EXPORT int hr_init_wait(double timeout_s) try {
 }
 HR_OR(Caught())
 
-HR_EXPORT const char* hr_asked(void) { return asked.c_str(); }
+HR_EXPORT const char* hr_exchange_text(void) { return exchange_text.c_str(); }
 
-HR_EXPORT void hr_answer(const char* const* texts, const char* error) try {
-  std::shared_ptr<AskingBootstrap> asking;
+HR_EXPORT void hr_exchanged(const char* const* texts, const char* error) try {
+  std::shared_ptr<OutOfBandBootstrap> oob;
   {
     std::lock_guard<std::mutex> lock(process.mutex);
-    asking = process.asking;
+    oob = process.oob;
   }
-  if (asking == nullptr) return;
-  if (texts == nullptr) return asking->Answer(Status(Code::kTransport, Text(error)), {});
-  asking->Answer(Status::Ok(), std::vector<std::string>(texts, texts + asking->size()));
+  if (oob == nullptr) return;
+  if (texts == nullptr) return oob->Exchanged(Status(Code::kTransport, Text(error)), {});
+  oob->Exchanged(Status::Ok(), std::vector<std::string>(texts, texts + oob->size()));
 }
 HR_OR(static_cast<void>(Caught()))
 

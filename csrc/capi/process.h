@@ -5,8 +5,6 @@
 #include <string>
 #include <string_view>
 
-#include "base/clock.h"
-#include "base/status.h"
 #include "engine/engine.h"
 
 #define HR_EXPORT extern "C" __attribute__((visibility("default")))
@@ -20,11 +18,6 @@ const std::shared_ptr<HandleTable>& Handles();
 // Null before hr_init and after hr_shutdown.
 std::shared_ptr<Engine> CurrentEngine();
 Status NotInitialized();
-// Ends every wait of the engine, if it belongs to that or an earlier generation of an elastic job.
-// Any thread; does not block.
-void RevokeGeneration(int64_t generation, const Status& why);
-// Not ok if the generation is known to be over. (capi/membership.cc)
-Status CheckGeneration(int64_t generation);
 // For hr_last_error; returns the code.
 int Remember(const Status& status);
 

@@ -51,47 +51,43 @@ Status TransportBootstrap::Gather(const std::function<Place(int)>& place, TimeNs
   return status;
 }
 
-Status AskingBootstrap::Share(const std::string& mine, TimeNs deadline,
-                              std::vector<std::string>* texts) {
+Status OutOfBandBootstrap::Share(const std::string& mine, TimeNs deadline,
+                                 std::vector<std::string>* texts) {
   std::unique_lock<std::mutex> lock(mutex_);
-  HORORING_RETURN_IF_ERROR(answer_);
+  HORORING_RETURN_IF_ERROR(outcome_);
   mine_ = mine;
-  asked_ = true;
+  pending_ = true;
   changed_.notify_all();
   const TimeNs left = std::max<TimeNs>(0, std::min(deadline - NowNs(), 1000 * 3600 * kSecond));
-  if (!changed_.wait_for(lock, std::chrono::nanoseconds(left), [this] { return !asked_; })) {
-    asked_ = false;
-    answer_ = Status(Code::kTransport,
-                     "init: not all ranks of the job have called it in time (HORORING_TIMEOUT_S "
-                     "sets the limit)");
+  if (!changed_.wait_for(lock, std::chrono::nanoseconds(left), [this] { return !pending_; })) {
+    pending_ = false;
+    outcome_ = Status(Code::kTransport,
+                      "init: not all ranks of the job have called it in time (HORORING_TIMEOUT_S "
+                      "sets the limit)");
   }
   *texts = std::move(texts_);
-  return answer_;
+  return outcome_;
 }
 
-void AskingBootstrap::Close() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    closed_ = true;
-  }
+void OutOfBandBootstrap::Close() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  closed_ = true;
   changed_.notify_all();
 }
 
-bool AskingBootstrap::AwaitQuestion(TimeNs timeout_ns, std::string* mine) {
+bool OutOfBandBootstrap::AwaitExchange(TimeNs timeout_ns, std::string* mine) {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
-                    [this] { return asked_ || closed_; });
-  if (asked_) *mine = mine_;
-  return asked_;
+                    [this] { return pending_ || closed_; });
+  if (pending_) *mine = mine_;
+  return pending_;
 }
 
-void AskingBootstrap::Answer(Status status, std::vector<std::string> texts) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (answer_.ok()) answer_ = std::move(status);
-    texts_ = std::move(texts);
-    asked_ = false;
-  }
+void OutOfBandBootstrap::Exchanged(Status status, std::vector<std::string> texts) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (outcome_.ok()) outcome_ = std::move(status);
+  texts_ = std::move(texts);
+  pending_ = false;
   changed_.notify_all();
 }
 

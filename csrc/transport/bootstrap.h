@@ -53,31 +53,32 @@ class TransportBootstrap final : public Bootstrap {
   Transport& transport_;
 };
 
-// Exchanges texts through another thread, which can reach the other ranks. That thread calls
-// AwaitQuestion and Answer in turns. Share fails at its deadline when the thread stops doing so.
-class AskingBootstrap final : public Bootstrap {
+// Out of band: another thread, which can reach the other ranks, exchanges the texts. It calls
+// AwaitExchange and Exchanged in turns. Share fails at its deadline when that thread stops doing
+// so.
+class OutOfBandBootstrap final : public Bootstrap {
  public:
-  AskingBootstrap(int rank, int size) : rank_(rank), size_(size) {}
+  OutOfBandBootstrap(int rank, int size) : rank_(rank), size_(size) {}
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   Status Share(const std::string& mine, TimeNs deadline, std::vector<std::string>* texts) override;
 
-  // There will be no more questions.
+  // There will be no more exchanges.
   void Close();
 
-  // For the other thread. True if this rank's text is to be shared; false after Close, or if there
-  // was no question in time.
-  bool AwaitQuestion(TimeNs timeout_ns, std::string* mine);
-  void Answer(Status status, std::vector<std::string> texts);
+  // For the other thread. True if this rank's text is to be exchanged; false after Close, or if
+  // there was none in time.
+  bool AwaitExchange(TimeNs timeout_ns, std::string* mine);
+  void Exchanged(Status status, std::vector<std::string> texts);
 
  private:
   const int rank_, size_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool asked_ = false, closed_ = false;  // GUARDED_BY(mutex_), as all below
+  bool pending_ = false, closed_ = false;  // GUARDED_BY(mutex_), as all below
   std::string mine_;
-  Status answer_;                   // of the answer; the first error stays
-  std::vector<std::string> texts_;  // the answer
+  Status outcome_;                  // of the exchange; the first error stays
+  std::vector<std::string> texts_;  // of all ranks
 };
 
 }  // namespace hororing

@@ -141,15 +141,15 @@ def _form_generation(settings: configuration.Config, process_sets: str) -> None:
             return membership.note_start()
 
 
-def _answer(member: Member, timeout_s: float) -> None:
-    """Share the texts that the core requests. Blocks until all ranks do so."""
-    mine = ffi.string(lib.hr_asked()).decode("utf-8", "surrogateescape")
+def _exchange(member: Member, timeout_s: float) -> None:
+    """Exchange the texts of all ranks out of band, for the core. Blocks until all ranks do so."""
+    mine = ffi.string(lib.hr_exchange_text()).decode("utf-8", "surrogateescape")
     try:
         texts = member.share(mine, timeout_s or math.inf)
     except RendezvousError as error:
         raise lost(error) from None
     keep = [ffi.new("char[]", text.encode("utf-8", "surrogateescape")) for text in texts]
-    lib.hr_answer(ffi.new("char *[]", keep), ffi.NULL)
+    lib.hr_exchanged(ffi.new("char *[]", keep), ffi.NULL)
 
 
 def _run(settings: configuration.Config, job: Job, process_sets: str) -> None:
@@ -205,9 +205,9 @@ def _await_start(neighbours: Neighbours | None, timeout_s: float) -> int:
     while pending:
         code = int(lib.hr_init_wait(_POLL_S))
         now = time.monotonic()
-        pending = code in (lib.HR_PENDING, lib.HR_ASKS)
-        if code == lib.HR_ASKS and _process.member is not None:
-            _answer(_process.member, timeout_s)
+        pending = code in (lib.HR_PENDING, lib.HR_EXCHANGES)
+        if code == lib.HR_EXCHANGES and _process.member is not None:
+            _exchange(_process.member, timeout_s)
         if pending and _process.member is None:
             patience.say("this rank", "MPI to connect all ranks, each of which must call init")
         # MPI_Init may also fail because of a dead rank, without saying which.

@@ -139,10 +139,10 @@ std::vector<Status> MakeWorlds(int size, const std::vector<std::string>& wishes,
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank, at = static_cast<size_t>(rank)] {
-      AskingBootstrap bootstrap(rank, size);
+      OutOfBandBootstrap bootstrap(rank, size);
       std::thread caller([&] {
-        for (std::string mine; bootstrap.AwaitQuestion(kHour, &mine);) {
-          bootstrap.Answer(Status::Ok(), board.Share(rank, mine));
+        for (std::string mine; bootstrap.AwaitExchange(kHour, &mine);) {
+          bootstrap.Exchanged(Status::Ok(), board.Share(rank, mine));
         }
       });
       WorldOptions options;
@@ -665,15 +665,15 @@ TEST(ranks_that_want_different_transports_or_mpi_without_it_are_told_so) {
 }
 
 TEST(a_bootstrap_that_nobody_answers_ends_at_its_deadline_or_with_the_callers_error) {
-  AskingBootstrap bootstrap(0, 2), left(0, 2);
+  OutOfBandBootstrap bootstrap(0, 2), left(0, 2);
   std::vector<std::string> texts;
   CHECK(bootstrap.Share("mine", After(NowNs(), 50 * kMillisecond), &texts).code() ==
         Code::kTransport);
   std::thread caller([&] {
     std::string mine;
-    CHECK(!left.AwaitQuestion(kMillisecond, &mine) || mine == "mine");
-    CHECK(left.AwaitQuestion(kHour, &mine));
-    left.Answer(Status(Code::kTransport, "rank 1 has left"), {});
+    CHECK(!left.AwaitExchange(kMillisecond, &mine) || mine == "mine");
+    CHECK(left.AwaitExchange(kHour, &mine));
+    left.Exchanged(Status(Code::kTransport, "rank 1 has left"), {});
   });
   CHECK_EQ(left.Share("mine", Soon(), &texts).message(), "rank 1 has left");
   caller.join();
