@@ -18,9 +18,7 @@ Status CudaApi::Load(const std::string& paths, CudaApi* api) {
   if (status.ok()) status = api->Call(api->device_get_count, &api->devices);
   if (!status.ok()) return Status(Code::kInvalidArgument, where + ": " + status.message());
   if (api->version < kMinCudaVersion) {
-    return Status(Code::kInvalidArgument, where + " is made for CUDA " +
-                                              std::to_string(api->version / 1000) + "." +
-                                              std::to_string(api->version % 1000 / 10) +
+    return Status(Code::kInvalidArgument, where + " is made for CUDA " + api->version_text() +
                                               "; 11.2 is the minimum supported version");
   }
   if (api->devices == 0) {

@@ -10,9 +10,7 @@
 #include <cstdint>
 #include <string>
 
-#include "base/status.h"
 #include "gpu/library.h"
-#include "gpu/watched.h"
 
 namespace hororing {
 
@@ -99,6 +97,9 @@ struct CudaApi {
   // Loads the driver and starts it. kInvalidArgument with a text for the user if there is none, if
   // it is too old, or if it finds no device.
   static Status Load(const std::string& paths, CudaApi* api);
+  std::string version_text() const {  // "12.8"
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  }
 
   // Calls a function. kTransport: "cuMemAllocAsync: out of memory (CUDA_ERROR_OUT_OF_MEMORY, 2)";
   // kInvalidArgument if the cause is that the framework captures its stream into a graph.

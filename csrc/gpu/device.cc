@@ -72,11 +72,6 @@ Status DeviceMemory::MoveTo(void* to, size_t bytes, CuStream stream) {
   return device_->ReleaseMemory(std::exchange(address_, 0), stream);
 }
 
-PinnedMemory::~PinnedMemory() {
-  const Device::Current current(*device_);
-  device_->api().mem_free_host(data_);
-}
-
 Device::Current::Current(const Device& device) : device_(device) {
   status_ = device.api_->Call(device.api_->ctx_push, device.context_);
   if (status_.ok()) device.api_->exchange_capture_mode(&capture_mode_);
@@ -206,11 +201,14 @@ Status Device::ReleaseMemory(CuAddress address, CuStream stream) const {
   return api_->Call(api_->mem_free, address);
 }
 
-Status Device::AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memory) const {
+Status Device::AllocatePinned(size_t bytes, std::shared_ptr<void>* memory) const {
   void* data = nullptr;
   const Status allocated = Call(api_->mem_host_alloc, &data, bytes, kCuMemHostAllocPortable);
   HORORING_RETURN_IF_ERROR(Advised(allocated, bytes));
-  *memory = std::make_unique<PinnedMemory>(shared_from_this(), data);
+  memory->reset(data, [device = shared_from_this()](void* pinned) {
+    const Current current(*device);
+    device->api().mem_free_host(pinned);
+  });
   return Status::Ok();
 }
 

@@ -16,7 +16,6 @@
 #include <string>
 #include <vector>
 
-#include "base/status.h"
 #include "gpu/cuda_api.h"
 
 namespace hororing {
@@ -30,7 +29,6 @@ class DeviceEvent {
       : device_(std::move(device)), event_(event) {}
   ~DeviceEvent();
   DeviceEvent(const DeviceEvent&) = delete;
-  DeviceEvent& operator=(const DeviceEvent&) = delete;
 
   // Whether the device has reached it.
   Status Poll(bool* reached) const;
@@ -51,7 +49,6 @@ class DeviceMemory {
       : device_(std::move(device)), address_(address) {}
   ~DeviceMemory();
   DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
 
   void* data() const { return reinterpret_cast<void*>(address_); }
   // Copies `bytes` to `to` in the order of `stream`, and is released there. REQUIRES: `stream`
@@ -61,22 +58,6 @@ class DeviceMemory {
  private:
   const std::shared_ptr<const Device> device_;
   CuAddress address_;
-};
-
-// Host memory that the device reads and writes by itself.
-class PinnedMemory {
- public:
-  PinnedMemory(std::shared_ptr<const Device> device, void* data)
-      : device_(std::move(device)), data_(data) {}
-  ~PinnedMemory();
-  PinnedMemory(const PinnedMemory&) = delete;
-  PinnedMemory& operator=(const PinnedMemory&) = delete;
-
-  void* data() const { return data_; }
-
- private:
-  const std::shared_ptr<const Device> device_;
-  void* const data_;
 };
 
 // One of many copies on the device.
@@ -93,7 +74,6 @@ class Device : public std::enable_shared_from_this<Device> {
                      std::shared_ptr<Device>* device);
   ~Device();
   Device(const Device&) = delete;
-  Device& operator=(const Device&) = delete;
 
   int ordinal() const { return ordinal_; }
   const std::string& name() const { return name_; }  // "NVIDIA H200"
@@ -115,7 +95,8 @@ class Device : public std::enable_shared_from_this<Device> {
   // Releases memory of Allocate when `stream` reaches this point. REQUIRES: Current.
   Status ReleaseMemory(CuAddress address, CuStream stream) const;
 
-  Status AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memory) const;
+  // Host memory that the device reads and writes by itself.
+  Status AllocatePinned(size_t bytes, std::shared_ptr<void>* memory) const;
 
   // Makes the device's context current on this thread while it exists. NCCL needs that, too. Calls
   // meanwhile do not break a capture that the framework runs on another thread, as most calls
@@ -125,7 +106,6 @@ class Device : public std::enable_shared_from_this<Device> {
     explicit Current(const Device& device);
     ~Current();
     Current(const Current&) = delete;
-    Current& operator=(const Current&) = delete;
     const Status& status() const { return status_; }
 
    private:

@@ -13,7 +13,6 @@
 #include <optional>
 #include <string>
 
-#include "base/status.h"
 #include "gpu/device.h"
 #include "gpu/nccl_api.h"
 

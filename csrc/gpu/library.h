@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/call_watch.h"
 #include "base/status.h"
 
 namespace hororing {
@@ -36,5 +37,30 @@ class Library {
 
 // "a:b:c" as a list; empty parts are left out.
 std::vector<std::string> SplitPaths(const std::string& paths);
+
+// A function of such a library. Calls by the loop's thread are watched (base/call_watch.h), because
+// some of NVIDIA's may never return.
+template <typename Signature>
+class Watched;
+
+template <typename Result, typename... Parameters>
+class Watched<Result(Parameters...)> {
+ public:
+  using Pointer = Result (*)(Parameters...);
+
+  // `name` and its library are literals.
+  Watched(const char* name, const char* library, bool waits_for_kernels)
+      : name_{name, library, waits_for_kernels} {}
+  Result operator()(Parameters... arguments) const {
+    const CallWatch::Call call(CallWatch::Current(), name_);
+    return function_(arguments...);
+  }
+  Pointer* place() { return &function_; }
+  const char* name() const { return name_.call; }
+
+ private:
+  const CallWatch::Name name_;
+  Pointer function_ = nullptr;
+};
 
 }  // namespace hororing

@@ -8,10 +8,8 @@
 #include <cstddef>
 #include <string>
 
-#include "base/status.h"
 #include "gpu/cuda_api.h"
 #include "gpu/library.h"
-#include "gpu/watched.h"
 
 namespace hororing {
 

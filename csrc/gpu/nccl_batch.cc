@@ -146,8 +146,7 @@ Status RunAllreduce(const Batch& batch, NcclCommunicator& communicator, const De
   for (size_t i = 0; i < copies.size(); ++i) {
     copies[i] = {entries[i]->output, copies[i].to, copies[i].bytes};
   }
-  HORORING_RETURN_IF_ERROR(device.CopyOnDevice(copies));
-  return Status::Ok();
+  return device.CopyOnDevice(copies);
 }
 
 void Broadcast(const void* from, void* to, size_t bytes, int root, Calls& calls) {
@@ -238,7 +237,7 @@ Status RunByNccl(const Batch& batch, NcclCommunicator& communicator, const Devic
   }
   Calls calls(communicator, device);
   StageSpan span(trace, Stage::kReduce, batch);
-  HORORING_RETURN_IF_ERROR(communicator.Group(
+  return communicator.Group(
       [&] {
         for (const BatchEntry& entry : batch.entries) {
           if (batch.kind == Collective::kAllgather) Gather(entry, calls);
@@ -252,8 +251,7 @@ Status RunByNccl(const Batch& batch, NcclCommunicator& communicator, const Devic
         }
         return calls.result();
       },
-      deadline));
-  return Status::Ok();
+      deadline);
 }
 
 }  // namespace hororing

@@ -6,8 +6,6 @@
 #pragma once
 
 #include "backend/backend.h"
-#include "base/clock.h"
-#include "base/status.h"
 #include "gpu/nccl_communicator.h"
 #include "trace/trace.h"
 

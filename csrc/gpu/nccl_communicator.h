@@ -12,8 +12,6 @@
 #include <memory>
 #include <utility>
 
-#include "base/clock.h"
-#include "base/status.h"
 #include "base/types.h"
 #include "gpu/device.h"
 #include "gpu/nccl_api.h"
@@ -33,7 +31,6 @@ class NcclCommunicator {
   // group of NCCL.
   void Abort();
   NcclCommunicator(const NcclCommunicator&) = delete;
-  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
   // One group of calls, made by `enqueue`, on the device's private stream. Returns when they are in
   // the stream, so that an event can follow.

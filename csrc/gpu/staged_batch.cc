@@ -45,7 +45,7 @@ Status StagedBatches::Run(const Batch& batch, const Device& device, TimeNs timeo
   HORORING_RETURN_IF_ERROR(Reserve(device, total));
   Batch on_host = batch;
   on_host.on_device = false;
-  std::byte* at = static_cast<std::byte*>(buffer_->data());
+  std::byte* at = static_cast<std::byte*>(buffer_.get());
   for (size_t i = 0; i < extents.size(); ++i) {
     BatchEntry& entry = on_host.entries[i];
     entry.ready = nullptr;

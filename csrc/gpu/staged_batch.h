@@ -32,8 +32,8 @@ class StagedBatches {
 
   Transport& transport_;
   const std::vector<Backend*> host_;
-  std::unique_ptr<PinnedMemory> buffer_;
-  size_t bytes_ = 0;  // of it
+  std::shared_ptr<void> buffer_;  // pinned
+  size_t bytes_ = 0;              // of it
 };
 
 }  // namespace hororing

@@ -1,5 +1,4 @@
-#include "python/gradients.h"
-
+#include <Python.h>
 #include <pythread.h>
 #include <structmember.h>
 
@@ -11,7 +10,6 @@
 #include <vector>
 
 #include "capi/hororing.h"
-#include "python/dlpack_view.h"
 #include "python/module.h"
 
 namespace hororing {

@@ -7,7 +7,6 @@
 #include <Python.h>
 
 #include "capi/hororing.h"
-#include "python/gradients.h"
 #include "python/module.h"
 
 namespace hororing {
@@ -149,14 +148,9 @@ PyMODINIT_FUNC PyInit__tensors(void) {
       {Py_mod_exec, hororing::AsSlot(hororing::Execute)},
       {0, nullptr},
   };
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT,
-                               "hororing._tensors",
-                               nullptr,
-                               0,
-                               nullptr,
-                               slots,
-                               nullptr,
-                               nullptr,
-                               nullptr};
+  static PyModuleDef module;
+  module.m_base = PyModuleDef_HEAD_INIT;
+  module.m_name = "hororing._tensors";
+  module.m_slots = slots;
   return PyModuleDef_Init(&module);
 }

@@ -121,7 +121,6 @@ class TfStatus {
   TfStatus() : status_(api.NewStatus()) {}
   ~TfStatus() { api.DeleteStatus(status_); }
   TfStatus(const TfStatus&) = delete;
-  TfStatus& operator=(const TfStatus&) = delete;
 
   bool ok() const { return api.GetCode(status_) == TfCode::kOk; }
   void Set(TfCode code, const std::string& text) { api.SetStatus(status_, code, text.c_str()); }

@@ -19,36 +19,33 @@ struct Table {
 };
 
 // Never destroyed: the engine may outlive this library's static objects at the end of the process.
-Table& table() {
-  static Table& only = *new Table;
-  return only;
-}
+Table& table = *new Table;
 
 // REQUIRES: the table's mutex. The caller destroys the result without the lock.
 InFlight Forget(std::map<int64_t, InFlight>::iterator found) {
   const int64_t handle = found->first;
   InFlight request = std::move(found->second);
-  table().by_handle.erase(found);
-  table().abandoned.erase(handle);
-  const auto known = table().by_key.find(request.key);
-  if (known != table().by_key.end() && known->second == handle) table().by_key.erase(known);
+  table.by_handle.erase(found);
+  table.abandoned.erase(handle);
+  const auto known = table.by_key.find(request.key);
+  if (known != table.by_key.end() && known->second == handle) table.by_key.erase(known);
   return request;
 }
 
 void Abandon(int64_t handle) {
-  const std::lock_guard<std::mutex> lock(table().mutex);
-  if (table().by_handle.count(handle) != 0) table().abandoned.insert(handle);
+  const std::lock_guard<std::mutex> lock(table.mutex);
+  if (table.by_handle.count(handle) != 0) table.abandoned.insert(handle);
 }
 
 // Forgets those abandoned requests that are complete.
 void Sweep() {
   std::vector<InFlight> forgotten;
-  const std::lock_guard<std::mutex> lock(table().mutex);
-  const std::set<int64_t> abandoned = table().abandoned;
+  const std::lock_guard<std::mutex> lock(table.mutex);
+  const std::set<int64_t> abandoned = table.abandoned;
   for (const int64_t handle : abandoned) {
     if (hr_poll(handle) == 0) continue;
     hr_release(handle);
-    forgotten.push_back(Forget(table().by_handle.find(handle)));
+    forgotten.push_back(Forget(table.by_handle.find(handle)));
   }
 }
 
@@ -62,9 +59,9 @@ void FreeHandle(void* data, size_t, void*) {
 
 void Keep(int64_t handle, InFlight request) {
   {
-    const std::lock_guard<std::mutex> lock(table().mutex);
-    table().by_key[request.key] = handle;
-    table().by_handle.emplace(handle, std::move(request));
+    const std::lock_guard<std::mutex> lock(table.mutex);
+    table.by_key[request.key] = handle;
+    table.by_handle.emplace(handle, std::move(request));
   }
   Sweep();
 }
@@ -73,9 +70,9 @@ int Finish(int64_t handle, const std::function<void(const InFlight&)>& collect) 
   const int code = hr_wait(handle, -1);
   InFlight request;
   {
-    const std::lock_guard<std::mutex> lock(table().mutex);
-    const auto found = table().by_handle.find(handle);
-    if (found == table().by_handle.end()) return code == HR_OK ? HR_INTERNAL : code;
+    const std::lock_guard<std::mutex> lock(table.mutex);
+    const auto found = table.by_handle.find(handle);
+    if (found == table.by_handle.end()) return code == HR_OK ? HR_INTERNAL : code;
     request = Forget(found);
   }
   if (code == HR_OK) collect(request);
@@ -86,9 +83,9 @@ int Finish(int64_t handle, const std::function<void(const InFlight&)>& collect) 
 void FinishAbandoned(const std::string& key) {
   int64_t handle = 0;
   {
-    const std::lock_guard<std::mutex> lock(table().mutex);
-    const auto known = table().by_key.find(key);
-    if (known == table().by_key.end() || table().abandoned.count(known->second) == 0) return;
+    const std::lock_guard<std::mutex> lock(table.mutex);
+    const auto known = table.by_key.find(key);
+    if (known == table.by_key.end() || table.abandoned.count(known->second) == 0) return;
     handle = known->second;
   }
   Finish(handle, [](const InFlight&) {});

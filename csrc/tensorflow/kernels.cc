@@ -32,27 +32,51 @@ TfCode CodeFor(int code) {
   }
 }
 
-// The Python side sets static shapes, because it knows them.
-void LeaveShapesUnknown(TF_ShapeInferenceContext* context, TF_Status* status) {
-  api.ShapeInferenceContextSetUnknownShape(context, status);
+// HororingStep: the token that ties a step's submissions to its execution.
+void MakeToken(void*, TF_OpKernelContext* context) {
+  TfStatus status;
+  TF_Tensor* token =
+      api.AllocateOutput(context, 0, TfType::kInt64, nullptr, 0, sizeof(int64_t), status.get());
+  if (!status.ok()) return api.OpKernelContext_Failure(context, status.get());
+  *static_cast<int64_t*>(api.TensorData(token)) = 0;
+  api.DeleteTensor(token);
+}
+
+void RegisterStep(TfStatus* status) {
+  static const char* const none[] = {nullptr};
+  static const char* const outputs[] = {"token: int64", nullptr};
+  Register(
+      {"HororingStep", none, none, outputs, true,
+       [](TF_OpKernelConstruction*) -> void* { return nullptr; }, MakeToken, [](void*) {}, nullptr},
+      status);
+}
+
+std::string RegisterAll() {
+  std::string problem;
+  if (!LoadApi(&problem)) return problem;
+  TfStatus status;
+  for (const auto step : {RegisterStep, RegisterSubmit, RegisterWait}) {
+    step(&status);
+    if (!status.ok()) return api.Message(status.get());
+  }
+  return "";
 }
 
 }  // namespace
 
 void Register(const Operation& operation, TfStatus* status) {
   TF_OpDefinitionBuilder* definition = api.NewOpDefinitionBuilder(operation.name);
-  for (auto spec = operation.attributes; *spec != nullptr; ++spec) {
-    api.OpDefinitionBuilderAddAttr(definition, *spec);
-  }
-  for (auto spec = operation.inputs; *spec != nullptr; ++spec) {
-    api.OpDefinitionBuilderAddInput(definition, *spec);
-  }
-  for (auto spec = operation.outputs; *spec != nullptr; ++spec) {
-    api.OpDefinitionBuilderAddOutput(definition, *spec);
-  }
+  const auto add = [&](const auto& function, const char* const* specs) {
+    for (; *specs != nullptr; ++specs) function(definition, *specs);
+  };
+  add(api.OpDefinitionBuilderAddAttr, operation.attributes);
+  add(api.OpDefinitionBuilderAddInput, operation.inputs);
+  add(api.OpDefinitionBuilderAddOutput, operation.outputs);
   // Even a call with false makes an operation stateful.
   if (operation.stateful) api.OpDefinitionBuilderSetIsStateful(definition, true);
-  api.OpDefinitionBuilderSetShapeInferenceFunction(definition, LeaveShapesUnknown);
+  // The Python side sets static shapes, because it knows them.
+  api.OpDefinitionBuilderSetShapeInferenceFunction(definition,
+                                                   api.ShapeInferenceContextSetUnknownShape);
   api.RegisterOpDefinition(definition, status->get());
   if (!status->ok()) return;
   const bool async = operation.compute_async != nullptr && api.NewAsyncKernelBuilder != nullptr;
@@ -76,4 +100,17 @@ void Fail(TF_OpKernelContext* context, const Failure& failure) {
   api.OpKernelContext_Failure(context, status.get());
 }
 
+// TensorFlow collects what a library registers while it is loaded, so this is a static object.
+static const std::string problem = RegisterAll();
+
 }  // namespace hororing::tensorflow
+
+// Why there are no operations; "" if they are registered.
+extern "C" __attribute__((visibility("default"))) const char* hororing_tensorflow_problem() {
+  return hororing::tensorflow::problem.c_str();
+}
+
+// Whether a waiting operation blocks a thread of TensorFlow.
+extern "C" __attribute__((visibility("default"))) int hororing_tensorflow_blocks() {
+  return hororing::tensorflow::api.NewAsyncKernelBuilder == nullptr;
+}

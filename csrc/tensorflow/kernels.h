@@ -19,7 +19,6 @@
 namespace hororing::tensorflow {
 
 // Each registers one operation and its kernel.
-void RegisterStep(TfStatus* status);
 void RegisterSubmit(TfStatus* status);
 void RegisterWait(TfStatus* status);
 

@@ -88,8 +88,14 @@ class Execution {
 
   void Run() {
     const int count = api.NumInputs(context_) - kFirstTensor;
-    ReadName();
-    ReadProcessSet();
+    const Tensor name = Input(kName);
+    const Tensor process_set = name ? Input(kProcessSet) : nullptr;
+    if (process_set) {
+      name_.assign(static_cast<const char*>(api.TensorData(name.get())),
+                   api.TensorByteSize(name.get()));
+      process_set_ =
+          static_cast<int32_t>(*static_cast<int64_t*>(api.TensorData(process_set.get())));
+    }
     shapes_.reserve(static_cast<size_t>(count));  // the core's views point into it
     for (int i = 0; i < count && status_.ok(); ++i) AddTensor(i);
     const Tensor factors = status_.ok() ? Input(kFactors) : nullptr;
@@ -111,19 +117,6 @@ class Execution {
     TF_Tensor* tensor = nullptr;
     api.GetInput(context_, index, &tensor, status_.get());
     return Tensor(status_.ok() ? tensor : nullptr);
-  }
-
-  void ReadName() {
-    const Tensor name = Input(kName);
-    if (!name) return;
-    name_.assign(static_cast<const char*>(api.TensorData(name.get())),
-                 api.TensorByteSize(name.get()));
-  }
-
-  void ReadProcessSet() {
-    const Tensor process_set = status_.ok() ? Input(kProcessSet) : nullptr;
-    if (!process_set) return;
-    process_set_ = static_cast<int32_t>(*static_cast<int64_t*>(api.TensorData(process_set.get())));
   }
 
   void AddTensor(int i) {

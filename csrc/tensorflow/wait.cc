@@ -2,7 +2,6 @@
 // TensorFlow: ranks run operations in different orders, and a blocked thread may wait for a request
 // that another rank has no free thread to submit. A thread of ours calls TensorFlow back.
 #include <pthread.h>
-#include <signal.h>
 
 #include <condition_variable>
 #include <functional>
@@ -13,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/signals.h"
 #include "capi/hororing.h"
 #include "tensorflow/in_flight.h"
 #include "tensorflow/kernels.h"
@@ -134,10 +134,7 @@ struct Waiting {
 };
 
 // Never destroyed, as the table of in_flight.cc.
-Waiting& waiting() {
-  static Waiting& only = *new Waiting;
-  return only;
-}
+Waiting& waiting = *new Waiting;
 
 void Watch() {
   constexpr double kCheckInterval = 0.5;  // seconds between calls of hr_poll
@@ -145,12 +142,12 @@ void Watch() {
   for (int64_t seen = -1;;) {
     std::vector<std::unique_ptr<Execution>> complete, rest;
     {
-      std::unique_lock<std::mutex> lock(waiting().mutex);
-      waiting().added.wait(lock, [] { return !waiting().executions.empty(); });
-      for (auto& each : waiting().executions) {
+      std::unique_lock<std::mutex> lock(waiting.mutex);
+      waiting.added.wait(lock, [] { return !waiting.executions.empty(); });
+      for (auto& each : waiting.executions) {
         (each->Complete() ? complete : rest).push_back(std::move(each));
       }
-      waiting().executions = std::move(rest);
+      waiting.executions = std::move(rest);
     }
     for (const auto& each : complete) each->Run();
     seen = hr_next_completion(complete.empty() ? seen : -1, kCheckInterval);
@@ -159,26 +156,14 @@ void Watch() {
 
 void Compute(void*, TF_OpKernelContext* context) { Execution(context, nullptr).Run(); }
 
-// The thread takes no signals of the process; see csrc/base/signals.h.
-void StartWatch() {
-  sigset_t all, before;
-  sigfillset(&all);
-  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT}) {
-    sigdelset(&all, fault);
-  }
-  pthread_sigmask(SIG_BLOCK, &all, &before);
-  std::thread(Watch).detach();
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-}
-
 void ComputeAsync(void*, TF_OpKernelContext* context, TF_AsyncOpKernelDoneCallback* callback) {
   // kProofOfType in api.cc establishes the type. The callback is gone when this function returns.
   auto execution = std::make_unique<Execution>(
       context, std::move(*reinterpret_cast<std::function<void()>*>(callback)));
   // A step's only wait is usually short, and handing it to another thread takes longer.
   constexpr double kShort = 0.0005;  // seconds
-  std::unique_lock<std::mutex> lock(waiting().mutex);
-  const bool alone = waiting().executions.empty();
+  std::unique_lock<std::mutex> lock(waiting.mutex);
+  const bool alone = waiting.executions.empty();
   lock.unlock();
   if (!execution->Complete() && alone) execution->WaitForLast(kShort);
   lock.lock();
@@ -187,10 +172,12 @@ void ComputeAsync(void*, TF_OpKernelContext* context, TF_AsyncOpKernelDoneCallba
     lock.unlock();
     return execution->Run();
   }
-  waiting().executions.push_back(std::move(execution));
-  if (!waiting().watched) StartWatch();
-  waiting().watched = true;
-  waiting().added.notify_one();
+  waiting.executions.push_back(std::move(execution));
+  if (!std::exchange(waiting.watched, true)) {
+    const SignalsBlocked blocked;
+    std::thread(Watch).detach();
+  }
+  waiting.added.notify_one();
 }
 
 }  // namespace

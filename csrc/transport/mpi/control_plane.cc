@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "transport/mpi/failure.h"
 #include "transport/mpi/mpi_transport.h"
 
 namespace hororing {

@@ -10,7 +10,6 @@
 #include <algorithm>
 
 #include "kernels/copy.h"
-#include "transport/mpi/failure.h"
 #include "transport/mpi/mpi_transport.h"
 
 namespace hororing {
@@ -70,10 +69,6 @@ bool MpiTransport::Done(Request request) {
   return posted.done() || !broken_.ok() || !failure_.ok() || !data_error_.ok();
 }
 
-bool MpiTransport::MayStart(const std::deque<Piece>& under_way) const {
-  return under_way.empty() || (under_way.size() < kWindow && pieces_ < kSharedWindow);
-}
-
 MpiTransport::Buffer MpiTransport::TakeBuffer() {
   ++pieces_;
   if (spare_.empty()) return Buffer(new std::byte[kPieceBytes]);
@@ -92,7 +87,10 @@ void MpiTransport::GiveBack(Buffer buffer) {
 template <typename StartPiece>
 void MpiTransport::Start(int peer, const char* call, std::deque<Transfers::Transfer>& open,
                          std::deque<Piece>& under_way, const StartPiece& start) {
-  while (!open.empty() && MayStart(under_way) && data_error_.ok()) {
+  const auto has_room = [&] {
+    return under_way.empty() || (under_way.size() < kWindow && pieces_ < kSharedWindow);
+  };
+  while (!open.empty() && has_room() && data_error_.ok()) {
     Transfers::Transfer& transfer = open.front();
     const size_t bytes = std::min(transfer.left, kPieceBytes);
     Piece piece{TakeBuffer(), MPI_REQUEST_NULL, transfer.data, bytes, bytes == transfer.left};

@@ -1,11 +1,9 @@
-#include "transport/mpi/failure.h"
-
 #include <dlfcn.h>
 
 #include <cstring>
 #include <numeric>
-#include <string>
-#include <utility>
+
+#include "transport/mpi/mpi_transport.h"
 
 namespace hororing {
 

@@ -3,12 +3,14 @@
 //   data_plane.cc     Send, Receive, Wait: through staging buffers, on a communicator of its own
 //   control_plane.cc  Post, Poll, Sleep, announcements of failures, Close: on another one
 //   world.cc          starts MPI and makes the communicators; what the library exports
+//   failure.cc        errors of MPI, and memory that it may still use after a failure
 //
 // A wait in one plane also makes progress in the other: a peer may wait for a transfer there.
 #pragma once
 
 #include <mpi.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -17,14 +19,29 @@
 #include <vector>
 
 #include "base/call_watch.h"
-#include "base/clock.h"
-#include "base/status.h"
 #include "transport/long_wait.h"
 #include "transport/polling.h"
 #include "transport/transfers.h"
 #include "transport/transport.h"
 
 namespace hororing {
+
+// A transport of this process has lost a peer: MPI_Finalize could wait forever. Any thread may read
+// it; the rest is only for the thread that runs the loop.
+extern std::atomic<bool> broken_here;
+
+// `peer`: the rank that the call concerned, or -1.
+Status MpiError(const char* call, int error, int peer);
+
+// The ranks of `communicator` that MPI knows to be dead, in no particular order; none if MPI keeps
+// no such list.
+std::vector<int> KnownDead(MPI_Comm communicator);
+
+// Until this call, MPI reports the dead ranks of `communicator` instead of messages from any rank.
+void AcknowledgeDead(MPI_Comm communicator);
+
+// Keeps memory that MPI may still use after a failure, until the process ends.
+void LeakUntilExit(std::shared_ptr<void> memory);
 
 class MpiTransport final : public Transport {
  public:
@@ -87,7 +104,6 @@ class MpiTransport final : public Transport {
   Peer& PeerOf(int peer) { return peers_[static_cast<size_t>(peer)]; }
 
   // data_plane.cc
-  bool MayStart(const std::deque<Piece>& under_way) const;
   Buffer TakeBuffer();
   void GiveBack(Buffer buffer);
   template <typename StartPiece>

@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "transport/mpi/failure.h"
 #include "transport/mpi/mpi_transport.h"
 #include "transport/mpi_library.h"
 #include "transport/polling.h"
@@ -125,7 +124,6 @@ class ErrorsReturn {
     MPI_Errhandler_free(&before_);
   }
   ErrorsReturn(const ErrorsReturn&) = delete;
-  ErrorsReturn& operator=(const ErrorsReturn&) = delete;
 
  private:
   const MPI_Comm communicator_;

@@ -29,8 +29,7 @@ FOLDERS = {
 FOLDERS["engine"] = set(FOLDERS)
 FOLDERS["membership"] = {"base"}
 FOLDERS["capi"] = set(FOLDERS)
-FOLDERS["tensorflow"] = {"capi"}
-FOLDERS["jax"] = {"capi", "base"}
+FOLDERS["tensorflow"] = FOLDERS["jax"] = {"capi", "base"}
 FOLDERS["python"] = {"capi"}
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax")
 TOOLKIT = {("toolkit", framework) for framework in ("torch", "tensorflow", "keras")}
