@@ -186,7 +186,15 @@ class AllreducePipeline final : public HostPipeline {
 }  // namespace
 
 AllreducePlan::AllreducePlan(const Batch& batch, const SetSlots& set, size_t latency_bytes)
-    : VirtualBuffer(batch), owners(set.group.least_local_size()) {
+    : owners(set.group.least_local_size()) {
+  places.reserve(batch.entries.size());
+  for (const BatchEntry& entry : batch.entries) {
+    const size_t bytes = entry.bytes();
+    if (bytes == 0) continue;
+    places.push_back({static_cast<const std::byte*>(entry.input),
+                      static_cast<std::byte*>(entry.output), entry.reduce, total, bytes});
+    total += RoundUp(bytes, kCacheLine);
+  }
   if (total == 0) return;
   const int hosts = set.group.hosts();
   const size_t capacity = set.geometry.capacity;

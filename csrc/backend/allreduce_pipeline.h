@@ -16,23 +16,27 @@
 
 #include "backend/host_pipeline.h"
 #include "backend/virtual_buffer.h"
-#include "collective/algorithm.h"
 #include "collective/allreduce.h"
 
 namespace hororing {
 
 // How a batch is cut; the same on all ranks.
-struct AllreducePlan : VirtualBuffer {
+struct AllreducePlan {
   // `latency_bytes`: see AllreduceOptions.
   AllreducePlan(const Batch& batch, const SetSlots& set, size_t latency_bytes);
 
-  Range SliceOf(const Range& block, int owner) const { return Slice(block, owner, owners); }
-  size_t LargestSlice() const {
-    return (block_bytes / kCacheLine + static_cast<size_t>(owners) - 1) /
-           static_cast<size_t>(owners) * kCacheLine;
+  // An owner's part of a block. Parts differ by at most one cache line.
+  Range SliceOf(const Range& block, int owner) const {
+    const size_t lines = block.size() / kCacheLine;
+    const size_t n = static_cast<size_t>(owners), i = static_cast<size_t>(owner);
+    return {block.begin + lines * i / n * kCacheLine,
+            block.begin + lines * (i + 1) / n * kCacheLine};
   }
+  size_t LargestSlice() const { return SliceOf({0, block_bytes}, owners - 1).size(); }
 
-  int owners;  // of slices, on each host
+  std::vector<Place> places;  // of the tensors that are not empty
+  size_t total = 0;           // bytes
+  int owners;                 // of slices, on each host
   size_t block_bytes = 0;
   uint64_t blocks = 0;
   // Several hosts.

@@ -12,8 +12,6 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/status.h"
-#include "base/types.h"
 #include "collective/algorithm.h"
 #include "kernels/reduce.h"
 

@@ -39,9 +39,15 @@ ChannelPipeline::ChannelPipeline(SetSlots& set, const Batch& batch, const Channe
 
 bool ChannelPipeline::Advance(Status* status) {
   bool moved = false;
-  *status = TakeArrivals(&moved);
+  *status = receives_.TakeDone(&moved);
   if (status->ok()) *status = sends_.TakeDone(&moved);
   if (!status->ok()) return true;
+  const uint64_t all_here = receives_.FirstOpen(begun_);
+  if (arrived_ != all_here) {
+    moved = true;
+    arrived_ = all_here;
+    Publish(&SlotProgress::packed, arrived_);
+  }
   // The data for the wire first.
   if (CanBegin()) {
     Begin();
@@ -51,16 +57,6 @@ bool ChannelPipeline::Advance(Status* status) {
     return moved;
   }
   return true;
-}
-
-Status ChannelPipeline::TakeArrivals(bool* moved) {
-  HORORING_RETURN_IF_ERROR(receives_.TakeDone(moved));
-  const uint64_t all_here = receives_.FirstOpen(begun_);
-  if (arrived_ == all_here) return Status::Ok();
-  *moved = true;
-  arrived_ = all_here;
-  Publish(&SlotProgress::packed, arrived_);
-  return Status::Ok();
 }
 
 void ChannelPipeline::Begin() {

@@ -70,7 +70,6 @@ class ChannelPipeline final : public HostPipeline {
                                           !Reached(peer, &SlotProgress::packed, consumed_ + 1));
   }
 
-  Status TakeArrivals(bool* moved);
   bool CanBegin() const {
     return begun_ < end_ && begun_ < consumed_ + depth_ &&
            begun_ < sends_.FirstOpen(end_) + depth_ && BlockIsFree(begun_);

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "backend/backend.h"
-#include "base/clock.h"
 #include "trace/trace.h"
 
 namespace hororing {
@@ -39,7 +38,6 @@ class StageSpan {
     if (begin_ns_ != 0) End(batch_.bytes());
   }
   StageSpan(const StageSpan&) = delete;
-  StageSpan& operator=(const StageSpan&) = delete;
   void End(size_t bytes) {
     if (begin_ns_ == 0) return;
     trace_.Span(stage_, Track::kLoop, TraceLabel(batch_), std::exchange(begin_ns_, 0), NowNs(),

@@ -8,17 +8,10 @@
 #include "kernels/copy.h"
 
 namespace hororing {
-namespace {
 
 // Tensors of at least this size are broadcast without copies: copying them in and out would cost
 // more than another tree.
 constexpr size_t kBroadcastAlone = 256 << 10;
-
-void CopyIfMoved(void* to, const void* from, size_t bytes) {
-  if (to != from && bytes > 0) CopyBytes(to, from, bytes);
-}
-
-}  // namespace
 
 // Several tensors share one message per rank, with the rank's parts of all of them, contiguous.
 Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace) {
@@ -39,14 +32,10 @@ Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink&
   std::byte* buffer = nullptr;
   HORORING_RETURN_IF_ERROR(Fuse(total, &buffer));
   StageSpan pack(trace, Stage::kPack, batch);
-  std::byte* own = buffer;
-  for (size_t r = 0; r < rank; ++r) own += bytes_per_rank[r];
-  std::byte* to = own;
-  for (const BatchEntry& entry : batch.entries) {
-    const size_t bytes = entry.receive_bytes[rank];
-    CopyIfMoved(to, entry.input, bytes);
-    to += bytes;
-  }
+  std::byte* const own = buffer + ContiguousSpans(bytes_per_rank)[rank].begin;
+  PackParts(
+      batch.entries, 1,
+      [rank](const BatchEntry& entry, size_t) { return entry.receive_bytes[rank]; }, own);
   pack.End(bytes_per_rank[rank]);
   HORORING_RETURN_IF_ERROR(
       AllgatherV(transport_, own, bytes_per_rank, buffer, deadline, gather_options()));
@@ -101,7 +90,9 @@ Status HostBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink&
   const bool is_root = transport_.rank() == batch.root;
   size_t total = 0, count = 0;  // of the small tensors
   for (const BatchEntry& entry : batch.entries) {
-    if (is_root) CopyIfMoved(entry.output, entry.input, entry.bytes());
+    if (is_root && entry.output != entry.input) {
+      CopyBytes(entry.output, entry.input, entry.bytes());
+    }
     total += small_bytes(entry, 0);
     count += small_bytes(entry, 0) > 0 ? 1 : 0;
   }

@@ -22,15 +22,12 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "backend/backend.h"
 #include "backend/virtual_buffer.h"
-#include "base/clock.h"
-#include "base/status.h"
 #include "collective/segments.h"
 #include "transport/factory.h"
 #include "transport/shm/shm_transport.h"
@@ -107,7 +104,6 @@ class HostPipeline {
                TraceSink& trace);
   virtual ~HostPipeline() = default;
   HostPipeline(const HostPipeline&) = delete;
-  HostPipeline& operator=(const HostPipeline&) = delete;
 
   // Runs the whole batch.
   Status Run();

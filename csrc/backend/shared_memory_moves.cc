@@ -1,5 +1,4 @@
 // SharedMemoryBackend's all-gather and reduce-scatter: who sends what to whom.
-#include <string>
 #include <utility>
 
 #include "backend/channel_pipeline.h"

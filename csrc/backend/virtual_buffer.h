@@ -1,13 +1,12 @@
-// The virtual buffer of an allreduce through shared memory, which holds a batch's tensors
-// contiguously, each padded to a cache line, and the layout of its tensors.
+// Places in the virtual buffer of an allreduce through shared memory, which holds a batch's tensors
+// contiguously, each padded to a cache line.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <vector>
 
-#include "backend/backend.h"
-#include "backend/common.h"
+#include "kernels/reduce.h"
 
 namespace hororing {
 
@@ -37,29 +36,5 @@ void ForEachOverlap(const std::vector<Item>& items, const Range& range, Visit vi
     if (begin < end) visit(*item, begin, end - begin);
   }
 }
-
-struct VirtualBuffer {
-  std::vector<Place> places;  // of the tensors that are not empty
-  size_t total = 0;           // bytes
-
-  explicit VirtualBuffer(const Batch& batch) {
-    places.reserve(batch.entries.size());
-    for (const BatchEntry& entry : batch.entries) {
-      const size_t bytes = entry.bytes();
-      if (bytes == 0) continue;
-      places.push_back({static_cast<const std::byte*>(entry.input),
-                        static_cast<std::byte*>(entry.output), entry.reduce, total, bytes});
-      total += RoundUp(bytes, kCacheLine);
-    }
-  }
-
-  // Rank r's part of a range that starts at a cache line. Parts differ by at most one line.
-  static Range Slice(const Range& range, int rank, int ranks) {
-    const size_t lines = range.size() / kCacheLine;
-    const size_t n = static_cast<size_t>(ranks), r = static_cast<size_t>(rank);
-    return {range.begin + lines * r / n * kCacheLine,
-            range.begin + lines * (r + 1) / n * kCacheLine};
-  }
-};
 
 }  // namespace hororing

@@ -40,7 +40,6 @@ class StandardArithmetic {
     if (differs()) SetArithmetic(before_);
   }
   StandardArithmetic(const StandardArithmetic&) = delete;
-  StandardArithmetic& operator=(const StandardArithmetic&) = delete;
 
  private:
   bool differs() const { return (before_ & ~kArithmeticFlags) != kStandardArithmetic; }

@@ -40,7 +40,6 @@ class CallWatch {
       if (watch_ != nullptr) watch_->Leave();
     }
     Call(const Call&) = delete;
-    Call& operator=(const Call&) = delete;
 
    private:
     CallWatch* const watch_;

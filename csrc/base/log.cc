@@ -23,17 +23,13 @@ struct Queue {
 
 // Never destroyed: the engine's thread may outlive static destructors if a shutdown has given up on
 // a dead peer.
-Queue& TheQueue() {
-  static Queue* queue = new Queue();
-  return *queue;
-}
+Queue& queue = *new Queue();
 
 }  // namespace
 
-void SetLogLevel(LogLevel minimum) { TheQueue().minimum.store(static_cast<int>(minimum)); }
+void SetLogLevel(LogLevel minimum) { queue.minimum.store(static_cast<int>(minimum)); }
 
 void Log(LogLevel level, std::string text) {
-  Queue& queue = TheQueue();
   if (static_cast<int>(level) < queue.minimum.load(std::memory_order_relaxed)) return;
   const auto since_epoch = std::chrono::system_clock::now().time_since_epoch();
   LogRecord record{level, std::chrono::duration<double>(since_epoch).count(), std::move(text)};
@@ -49,7 +45,6 @@ void Log(LogLevel level, std::string text) {
 }
 
 LogTake TakeLog(TimeNs timeout_ns, LogRecord* record) {
-  Queue& queue = TheQueue();
   std::unique_lock<std::mutex> lock(queue.mutex);
   queue.changed.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
                          [&] { return queue.closed || !queue.records.empty(); });
@@ -66,16 +61,12 @@ LogTake TakeLog(TimeNs timeout_ns, LogRecord* record) {
 }
 
 void CloseLog() {
-  Queue& queue = TheQueue();
-  {
-    std::lock_guard<std::mutex> lock(queue.mutex);
-    queue.closed = true;
-  }
+  std::lock_guard<std::mutex> lock(queue.mutex);
+  queue.closed = true;
   queue.changed.notify_all();
 }
 
 void OpenLog() {
-  Queue& queue = TheQueue();
   std::lock_guard<std::mutex> lock(queue.mutex);
   queue.closed = false;
 }

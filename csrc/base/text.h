@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <string>
 #include <string_view>
 
 namespace hororing {
@@ -18,6 +20,17 @@ inline std::string_view Shortened(std::string_view text, size_t most) {
   const size_t least = most < 3 ? 0 : most - 3;  // a character has at most four bytes
   while (most > least && ContinuesCharacter(text[most])) --most;
   return text.substr(0, most);
+}
+
+// "a, b and 7 more": text(item) of the first `most` items.
+template <typename Items, typename Text>
+std::string Listed(const Items& items, const Text& text, size_t most = SIZE_MAX) {
+  std::string listed;
+  size_t count = 0;
+  for (const auto& item : items) {
+    if (count++ < most) listed += (count > 1 ? ", " : "") + text(item);
+  }
+  return count <= most ? listed : listed + " and " + std::to_string(count - most) + " more";
 }
 
 }  // namespace hororing

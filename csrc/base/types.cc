@@ -3,6 +3,8 @@
 #include <cctype>
 #include <iterator>
 
+#include "base/text.h"
+
 namespace hororing {
 namespace {
 
@@ -51,12 +53,7 @@ std::string UpperName(Collective kind) {
 }
 
 std::string ShapeText(const std::vector<int64_t>& shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) {
-    if (i > 0) text += ", ";
-    text += std::to_string(shape[i]);
-  }
-  return text + "]";
+  return "[" + Listed(shape, [](int64_t extent) { return std::to_string(extent); }) + "]";
 }
 
 int64_t TensorView::elements() const {

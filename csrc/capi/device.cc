@@ -1,29 +1,19 @@
 // The C interface: additional functions for tensors on GPUs.
-#include <algorithm>
-#include <cstring>
 #include <memory>
 #include <string>
 
-#include "capi/hororing.h"
 #include "capi/process.h"
-#include "engine/engine.h"
 #include "gpu/devices.h"
 
 using namespace hororing;
 
 namespace {
 
-// "12.8"
-std::string CudaVersionText(int version) {
-  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-}
-
 std::string DescribeCuda(const std::string& library) {
   CudaApi api;
   const Status loaded = CudaApi::Load(library, &api);
   if (!loaded.ok()) return "GPU: none; " + loaded.message() + "\n";
-  std::string text =
-      "driver: CUDA " + CudaVersionText(api.version) + " (" + api.library.path() + ")\n";
+  std::string text = "driver: CUDA " + api.version_text() + " (" + api.library.path() + ")\n";
   for (int i = 0; i < api.devices; ++i) {
     CuDevice device = 0;
     char name[128] = "";

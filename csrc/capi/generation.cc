@@ -4,7 +4,6 @@
 #include <mutex>
 #include <utility>
 
-#include "capi/hororing.h"
 #include "capi/process.h"
 #include "membership/membership.h"
 

@@ -4,10 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "base/clock.h"
-#include "capi/hororing.h"
 #include "capi/process.h"
-#include "engine/engine.h"
 
 using namespace hororing;
 

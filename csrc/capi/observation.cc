@@ -4,11 +4,9 @@
 #include <memory>
 #include <string>
 
-#include "base/clock.h"
 #include "base/log.h"
 #include "base/recorder.h"
 #include "base/text.h"
-#include "capi/hororing.h"
 #include "capi/process.h"
 #include "kernels/reduce.h"
 #include "transport/factory.h"
@@ -28,7 +26,7 @@ HR_OR(Caught())
 HR_EXPORT int hr_group_rank_now(int32_t process_set, int32_t* rank, int32_t* size) try {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return Remember(NotInitialized());
-  const std::shared_ptr<const ProcessSet> set = engine->sets().Find(process_set);
+  const std::shared_ptr<const ProcessSet> set = engine->sets().Share(process_set);
   const int found = set == nullptr ? -1 : set->IndexOf(engine->topology().rank);
   if (found < 0) {
     return Remember(Status(Code::kInvalidArgument,
@@ -116,11 +114,8 @@ HR_OR(static_cast<void>(Caught()))
 
 HR_EXPORT int hr_log_next(double timeout_s, hr_log_record* record) try {
   LogRecord taken;
-  switch (TakeLog(Scaled(timeout_s, kSecond), &taken)) {
-    case LogTake::kClosed: return -1;
-    case LogTake::kNothing: return 0;
-    case LogTake::kRecord: break;
-  }
+  const LogTake took = TakeLog(Scaled(timeout_s, kSecond), &taken);
+  if (took != LogTake::kRecord) return took == LogTake::kClosed ? -1 : 0;
   record->level = static_cast<int32_t>(taken.level);
   record->time = taken.time_s;
   constexpr size_t kRoom = sizeof record->text - 1;

@@ -14,7 +14,6 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "capi/generation.h"
-#include "capi/hororing.h"
 #include "kernels/reduce.h"
 #include "transport/bootstrap.h"
 #include "transport/factory.h"
@@ -42,8 +41,6 @@ struct Process {
 // Never destroyed: handles may be queried until the very end of the process.
 Process& process = *new Process();
 
-// In a forked child the engine's thread does not exist, and locks may be held by threads that do
-// not exist either. The child therefore does not touch the parent's state.
 std::atomic<bool> in_forked_child{false};
 
 thread_local std::string exchange_text;
@@ -216,8 +213,7 @@ HR_EXPORT int hr_init(const hr_config* config) try {
       return Remember(
           Status(Code::kTransport,
                  "init: hororing's thread of before shutdown() is in a call that does not "
-                 "return, or still waits for the other ranks; start this process "
-                 "again"));
+                 "return, or still waits for the other ranks; start this process again"));
     }
     process.unreachable.clear();
   }
@@ -321,13 +317,9 @@ HR_OR(static_cast<void>(Caught()))
 HR_EXPORT int hr_state_now(void) try {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return HR_STATE_NONE;
-  switch (engine->state()) {
-    case Engine::State::kStarting:
-    case Engine::State::kRunning: return HR_STATE_RUNNING;
-    case Engine::State::kStopped: return HR_STATE_STOPPED;
-    case Engine::State::kFailed: break;
-  }
-  return HR_STATE_FAILED;
+  const Engine::State state = engine->state();
+  if (state == Engine::State::kStopped) return HR_STATE_STOPPED;
+  return state == Engine::State::kFailed ? HR_STATE_FAILED : HR_STATE_RUNNING;
 }
 HR_OR((Caught(), 0))
 

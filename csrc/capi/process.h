@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 
+#include "capi/hororing.h"
 #include "engine/engine.h"
 
 #define HR_EXPORT extern "C" __attribute__((visibility("default")))
@@ -29,6 +30,13 @@ inline CuStream StreamOf(uintptr_t stream) { return reinterpret_cast<CuStream>(s
     return value;    \
   }
 int Caught() noexcept;
+
+// requests.cc: kInvalidArgument, naming the request, if it is invalid. `entry`: a new one, or one
+// that Engine::Submit has returned.
+Status MakeEntry(const hr_request& from, const ProcessSets& sets, int rank, TensorEntry* entry);
+inline std::optional<double> WeightOf(const hr_request& from) {
+  return from.weight != nullptr ? std::optional<double>(*from.weight) : std::nullopt;
+}
 
 // Copies what fits of a text, with a zero at its end.
 void CopyText(std::string_view from, char* text, int32_t text_bytes);

@@ -1,9 +1,9 @@
-#include "capi/requests.h"
+// Converts requests of the C interface to the engine's, and finds errors that one rank can see
+// alone.
 
 #include <algorithm>
-#include <memory>
-#include <string>
 
+#include "capi/process.h"
 #include "collective/allreduce.h"
 #include "kernels/reduce.h"
 #include "negotiation/validate.h"
@@ -232,10 +232,9 @@ Status EntryFrom(const hr_request& from, TensorEntry* entry) {
 
 }  // namespace
 
-Status MakeEntry(const hr_request& from, const SharedProcessSets& sets, int rank,
-                 TensorEntry* entry) {
+Status MakeEntry(const hr_request& from, const ProcessSets& sets, int rank, TensorEntry* entry) {
   HORORING_RETURN_IF_ERROR(EntryFrom(from, entry));
-  const std::shared_ptr<const ProcessSet> set = sets.Find(entry->request.process_set);
+  const std::shared_ptr<const ProcessSet> set = sets.Share(entry->request.process_set);
   HORORING_RETURN_IF_ERROR(CheckSet(entry->request, set.get(), rank));
   HORORING_RETURN_IF_ERROR(Split(from, *set, entry));
   HORORING_RETURN_IF_ERROR(CheckLocally(*entry, *set));

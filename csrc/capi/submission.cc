@@ -1,11 +1,7 @@
 // The C interface: submits requests to the engine.
-#include <memory>
 #include <vector>
 
-#include "capi/hororing.h"
 #include "capi/process.h"
-#include "capi/requests.h"
-#include "engine/engine.h"
 
 using namespace hororing;
 

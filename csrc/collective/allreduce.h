@@ -13,16 +13,15 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
 #include <utility>
 #include <vector>
 
-#include "base/clock.h"
-#include "base/status.h"
-#include "collective/algorithm.h"
 #include "collective/collectives.h"
 #include "collective/layout.h"
 #include "kernels/reduce.h"
-#include "transport/subgroup.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -33,14 +32,27 @@ class Scratch {
  public:
   // `total`: is kept up to date with the bytes of all that refer to it; may be null.
   explicit Scratch(size_t* total = nullptr) : total_(total) {}
-  ~Scratch();
+  ~Scratch() { std::free(data_); }
   Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
 
   // Provides at least `bytes`, 64-byte aligned, with undefined contents. Growing invalidates
   // earlier pointers. If memory is short: kInternal, whose text is `lacking`, such as "no memory
   // for sums", and the size.
-  Status Reserve(size_t bytes, const char* lacking, std::byte** memory);
+  Status Reserve(size_t bytes, const char* lacking, std::byte** memory) {
+    if (bytes > bytes_ || data_ == nullptr) {
+      // Freed first: the old contents are of no use, and both at once may be more than there is.
+      std::free(std::exchange(data_, nullptr));
+      if (total_ != nullptr) *total_ -= bytes_;
+      bytes_ = bytes / kCacheLine * kCacheLine + kCacheLine;
+      if (bytes <= SIZE_MAX - kCacheLine) data_ = std::aligned_alloc(kCacheLine, bytes_);
+      if (data_ == nullptr) bytes_ = 0;
+      if (total_ != nullptr) *total_ += bytes_;
+    }
+    *memory = static_cast<std::byte*>(data_);
+    if (data_ != nullptr) return Status::Ok();
+    return Status(Code::kInternal,
+                  std::string(lacking) + " of " + std::to_string(bytes) + " bytes");
+  }
   size_t bytes() const { return bytes_; }
 
  private:

@@ -10,8 +10,6 @@
 #include <cstddef>
 #include <vector>
 
-#include "base/clock.h"
-#include "base/status.h"
 #include "transport/subgroup.h"
 #include "transport/transport.h"
 

@@ -25,7 +25,6 @@
 
 #include <algorithm>
 #include <deque>
-#include <string>
 #include <vector>
 
 #include "collective/allreduce.h"

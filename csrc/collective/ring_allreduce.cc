@@ -39,7 +39,6 @@
 // workstations", J. Parallel Distrib. Comput. 69 (2009) 117-124, doi:10.1016/j.jpdc.2008.09.002.
 
 #include <algorithm>
-#include <string>
 #include <utility>
 #include <vector>
 

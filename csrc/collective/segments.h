@@ -14,8 +14,6 @@
 #include <numeric>
 #include <vector>
 
-#include "base/clock.h"
-#include "base/status.h"
 #include "collective/collectives.h"
 #include "transport/transport.h"
 
@@ -130,7 +128,6 @@ class Inflight {
     (void)WaitAll().ok();
   }
   Inflight(const Inflight&) = delete;
-  Inflight& operator=(const Inflight&) = delete;
 
   void Add(Transport::Request request, int rank = -1, uint64_t block = 0) {
     transfers_.push_back({request, rank, block});

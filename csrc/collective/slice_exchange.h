@@ -24,7 +24,6 @@
 #include <deque>
 #include <vector>
 
-#include "base/clock.h"
 #include "collective/allreduce.h"
 #include "collective/segments.h"
 #include "kernels/reduce.h"
@@ -56,7 +55,6 @@ class SliceExchange {
   SliceExchange(Transport& wire, Plan plan, TimeNs deadline);
   // The destructor waits for all transfers under way.
   SliceExchange(const SliceExchange&) = delete;
-  SliceExchange& operator=(const SliceExchange&) = delete;
 
   // Call it first. Returns kInternal if memory is short.
   Status Reserve(Scratch& scratch);

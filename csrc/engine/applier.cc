@@ -87,7 +87,7 @@ Status Applier::Carry(const Decision& decision, uint64_t id, TimeNs now) {
 
 // Finds this rank's part of a decision. Nothing if it does not take part.
 Status Applier::Agreed(const Decision& decision, uint64_t id, std::optional<Work>* agreed) {
-  if (!shared_.sets.Contains(decision.process_set)) return Status::Ok();
+  if (!shared_.sets->Contains(decision.process_set, world_.topology.rank)) return Status::Ok();
   Work work;
   const Decision::Details& details = decision.details();
   const bool cached = details.name.empty();
@@ -127,7 +127,7 @@ Status Applier::Agreed(const Decision& decision, uint64_t id, std::optional<Work
 // members among the ranks that it was sent to. Empty if they are missing.
 std::vector<int64_t> Applier::OwnRows(const Decision& decision) const {
   const std::vector<int64_t>& rows = decision.details().rows;
-  const std::shared_ptr<const ProcessSet> set = shared_.sets.Find(decision.process_set);
+  const ProcessSet* const set = shared_.sets->Find(decision.process_set);
   const auto members = static_cast<std::ptrdiff_t>(set->ranks.size());
   std::ptrdiff_t first = 1;
   for (const int rank : group_) {
@@ -209,22 +209,18 @@ Status Applier::Settle(const Work& work) {
 }
 
 void Applier::AddSet(int32_t id, const Request& request) {
-  shared_.sets.Add(id, request.ranks, request.scope() != SetScope::kPublic);
+  shared_.sets->Add(id, request.ranks, request.scope() != SetScope::kPublic);
   ++sets_added_;
-  const ProcessSet set = *shared_.sets.Find(id);
+  const ProcessSet& set = *shared_.sets->Find(id);
   const int rank = set.IndexOf(world_.topology.rank);
   if (rank < 0) return;
-  Communicator communicator;
-  communicator.ranks = set.ranks;
-  communicator.rank = rank;
-  communicator.transport = std::make_unique<Subgroup>(*world_.transport, set.ranks);
-  communicator.backends =
-      MakeBackends(backend_options_, world_, *communicator.transport, {set.ranks, id, sets_added_});
-  runner_.AddSet(id, std::move(communicator));
+  auto transport = std::make_unique<Subgroup>(*world_.transport, set.ranks);
+  auto backends = MakeBackends(backend_options_, world_, *transport, {set.ranks, id, sets_added_});
+  runner_.AddSet(id, {set.ranks, std::move(transport), std::move(backends), rank});
 }
 
 Status Applier::RemoveSet(int32_t id) {
-  shared_.sets.Remove(id);
+  shared_.sets->Remove(id);
   for (std::unique_ptr<TensorEntry>& entry : shared_.tensors.RemoveSet(id)) {
     FailRemoved(std::move(entry));
   }

@@ -7,6 +7,7 @@
 
 #include "base/log.h"
 #include "base/recorder.h"
+#include "base/text.h"
 #include "collective/segments.h"
 
 namespace hororing {
@@ -102,16 +103,17 @@ int64_t ChecksumOf(const BatchEntry& entry) {
   return static_cast<int64_t>(sum);
 }
 
+// The last two of a communicator's backends support every batch.
+Backend& BackendFor(const Communicator& communicator, const Batch& batch) {
+  return **std::find_if(communicator.backends.begin(), communicator.backends.end(),
+                        [&](const auto& each) {
+                          return each->on_device() == batch.on_device && each->Supports(batch);
+                        });
+}
+
 std::string NamesOf(const Batch& batch) {
   constexpr size_t kShown = 8;
-  std::string names;
-  for (size_t i = 0; i < std::min(batch.entries.size(), kShown); ++i) {
-    names += (i > 0 ? ", " : "") + batch.entries[i].name;
-  }
-  if (batch.entries.size() > kShown) {
-    names += " and " + std::to_string(batch.entries.size() - kShown) + " more";
-  }
-  return names;
+  return Listed(batch.entries, [](const BatchEntry& entry) { return entry.name; }, kShown);
 }
 
 }  // namespace
@@ -157,16 +159,13 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
       HORORING_RETURN_IF_ERROR(Allocate(each));
       ranks = communicator.ranks.size();
     }
-    if (entry->request.kind == Collective::kAllreduce && entry->views.size() == 1) {
-      if (!entry->planned_as) entry->planned_as = Describe(*entry, 0, *each.rows, ranks);
-      items_.push_back({entry, 0, each.rows});
-      described_.push_back(*entry->planned_as);
-      if (each.weights != nullptr) SetWeights(each, communicator.rank, &described_.back().reduce);
-      continue;
-    }
-    for (size_t i = 0; i < entry->views.size(); ++i) {
+    const bool plans_once = entry->request.kind == Collective::kAllreduce && entry->unfinished == 1;
+    if (plans_once && !entry->planned_as)
+      entry->planned_as = Describe(*entry, 0, *each.rows, ranks);
+    for (size_t i = 0; i < entry->unfinished; ++i) {
       items_.push_back({entry, i, each.rows});
-      described_.push_back(Describe(*entry, i, *each.rows, ranks));
+      described_.push_back(plans_once ? *entry->planned_as
+                                      : Describe(*entry, i, *each.rows, ranks));
       if (each.weights != nullptr) SetWeights(each, communicator.rank, &described_.back().reduce);
     }
   }
@@ -278,13 +277,10 @@ Status BatchRunner::Allocate(const Work& work) {
 Status BatchRunner::RunBatch(Communicator& communicator, int64_t bytes) {
   const Batch& batch = batch_;
   const TimeNs begin = NowNs();
-  const auto backend = std::find_if(
-      communicator.backends.begin(), communicator.backends.end(), [&](const auto& each) {
-        return each->on_device() == batch.on_device && each->Supports(batch);
-      });
+  Backend& backend = BackendFor(communicator, batch);
   Set(Total::kBatchBeganAt, begin);
   const TimeNs deadline = After(begin, shared_.config.timeout_ns);
-  Status status = (*backend)->Run(batch, deadline, shared_.trace);
+  Status status = backend.Run(batch, deadline, shared_.trace);
   const bool alike = batch.kind == Collective::kAllreduce && !batch.on_device && !batch.is_adasum();
   if (shared_.config.verify > 0 && status.ok() && alike && communicator.size() > 1 &&
       ++communicator.allreduces % shared_.config.verify == 0) {
@@ -295,7 +291,7 @@ Status BatchRunner::RunBatch(Communicator& communicator, int64_t bytes) {
   Add(Total::kBatches, 1);
   Add(Total::kTensors, static_cast<int64_t>(batch.entries.size()));
   Add(Total::kBatchNs, end - begin);
-  Add(BytesBy((*backend)->algorithm_used()), bytes);
+  Add(BytesBy(backend.algorithm_used()), bytes);
   if (shared_.trace.enabled()) {
     shared_.trace.Add(
         {UpperName(batch.kind), NamesOf(batch), Track::kLoop, false, begin, end, bytes});
@@ -303,7 +299,7 @@ Status BatchRunner::RunBatch(Communicator& communicator, int64_t bytes) {
   ++shared_.stats.batches;
   shared_.stats.tensors += static_cast<int64_t>(batch.entries.size());
   shared_.stats.bytes += bytes;
-  ++shared_.stats.allreduces[static_cast<size_t>((*backend)->algorithm_used())];
+  ++shared_.stats.allreduces[static_cast<size_t>(backend.algorithm_used())];
   size_t scratch = 0;
   for (const auto& [id, each] : communicators_) {
     for (const auto& holder : each.backends) scratch += holder->scratch_bytes();
@@ -312,7 +308,7 @@ Status BatchRunner::RunBatch(Communicator& communicator, int64_t bytes) {
 
   if (!status.ok()) return status;
   if (batch.on_device) {
-    for (TensorEntry* entry : entries_) entry->done_event = (*backend)->done();
+    for (TensorEntry* entry : entries_) entry->done_event = backend.done();
   }
   Complete();
   if (shared_.trace.enabled()) {
@@ -329,10 +325,7 @@ Status BatchRunner::Verify(Communicator& communicator, TimeNs deadline) {
     entry.elements = numbers->size();
     entry.reduce = {DataType::kInt64, op};
     batch.entries.push_back(entry);
-    const auto backend =
-        std::find_if(communicator.backends.begin(), communicator.backends.end(),
-                     [&](const auto& each) { return !each->on_device() && each->Supports(batch); });
-    return (*backend)->Run(batch, deadline, shared_.trace);
+    return BackendFor(communicator, batch).Run(batch, deadline, shared_.trace);
   };
   std::vector<int64_t> own, range;
   for (const BatchEntry& entry : batch_.entries) own.push_back(ChecksumOf(entry));

@@ -11,8 +11,6 @@
 #include <vector>
 
 #include "backend/backend.h"
-#include "base/clock.h"
-#include "base/status.h"
 #include "engine/fusion_planner.h"
 #include "engine/shared.h"
 #include "transport/transport.h"
@@ -43,7 +41,6 @@ class BatchRunner {
   BatchRunner(Shared& shared, Communicator world);
   ~BatchRunner() { Abort(); }
   BatchRunner(const BatchRunner&) = delete;
-  BatchRunner& operator=(const BatchRunner&) = delete;
 
   void AddSet(int32_t id, Communicator communicator) {
     communicators_[id] = std::move(communicator);
@@ -79,7 +76,6 @@ class BatchRunner {
   Status Allocate(const Work& work);
   int64_t Fill(const std::vector<size_t>& items, const Communicator& communicator);
   Status RunBatch(Communicator& communicator, int64_t bytes);
-  // Compares the results of the batch with those of the other ranks.
   Status Verify(Communicator& communicator, TimeNs deadline);
   void Complete();
 

@@ -12,6 +12,7 @@
 #include "base/log.h"
 #include "base/recorder.h"
 #include "base/signals.h"
+#include "base/text.h"
 #include "engine/handshake.h"
 #include "engine/loop.h"
 #include "kernels/reduce.h"
@@ -43,15 +44,6 @@ void CloseAll(World& world, bool stalled = false) {
       if (stalled && IsSilent(*world.transport)) return;
     }
   }
-}
-
-// "shm_direct, host"
-std::string Names(const std::vector<std::unique_ptr<Backend>>& backends) {
-  std::string names;
-  for (const std::unique_ptr<Backend>& backend : backends) {
-    names += (names.empty() ? "" : ", ") + std::string(backend->name());
-  }
-  return names;
 }
 
 void BindToCpu(int cpu) {
@@ -151,12 +143,13 @@ Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional
   std::vector<TimeNs> clock_offsets;
   HORORING_RETURN_IF_ERROR(MeasureClocks(*world->transport, world->topology,
                                          After(NowNs(), config.timeout_ns), &clock_offsets));
-  Log(LogLevel::kDebug, "running as rank " + std::to_string(topology_.rank) + " of " +
-                            std::to_string(topology_.size) + ", " +
-                            std::to_string(topology_.local_rank) + " of " +
-                            std::to_string(topology_.local_size) + " on its host; transport " +
-                            transport_name_ + (world->why.empty() ? "" : ", since " + world->why) +
-                            "; backends " + Names(backends) + "; kernels " + KernelsInUse());
+  Log(LogLevel::kDebug,
+      "running as rank " + std::to_string(topology_.rank) + " of " +
+          std::to_string(topology_.size) + ", " + std::to_string(topology_.local_rank) + " of " +
+          std::to_string(topology_.local_size) + " on its host; transport " + transport_name_ +
+          (world->why.empty() ? "" : ", since " + world->why) + "; backends " +
+          Listed(backends, [](const auto& each) { return std::string(each->name()); }) +
+          "; kernels " + KernelsInUse());
   loop->emplace(shared_, *world, options, std::move(backends), std::move(clock_offsets));
   return Status::Ok();
 }
@@ -196,7 +189,7 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   BindToCpu(shared_.config.cpu);
   HORORING_RETURN_IF_ERROR(make_world(world));
   topology_ = world->topology;
-  shared_.sets.Reset(topology_.rank, topology_.size);
+  shared_.sets.emplace(topology_.size);
   transport_name_ = world->transport->name();
   shared_.transport_allows_callers = world->transport->eventcount() != nullptr;
   shared_.mailbox.Attach(world->transport.get());

@@ -24,9 +24,7 @@
 #include <vector>
 
 #include "base/call_watch.h"
-#include "base/clock.h"
 #include "base/process.h"
-#include "base/status.h"
 #include "engine/shared.h"
 #include "transport/factory.h"
 #include "transport/shm/one_shot_exchange.h"
@@ -51,8 +49,6 @@ class Engine {
   bool AwaitStart(TimeNs timeout_ns, Status* status);
   // REQUIRES: the loop has ended (Shutdown or Abort returned true).
   ~Engine();
-  Engine(const Engine&) = delete;
-  Engine& operator=(const Engine&) = delete;
 
   // Submits `**entry`, whose handle and times are unset and whose request matches its views. `id`:
   // for Start, or 0. Afterwards `*entry` is null or may be used again. `blocking`: this thread
@@ -77,7 +73,6 @@ class Engine {
   // For callers that wait elsewhere: if the loop's thread is in a call that does not return
   // (base/call_watch.h), abandons the loop, so that all pending requests fail.
   void CheckLoop();
-  // Whether the loop was abandoned.
   bool abandoned() const { return calls_.abandoned(); }
   // Whether the process may start another engine although this one is abandoned: its GPU work is
   // aborted, so that the call has returned. Waits for that until `timeout_ns` is over.
@@ -100,8 +95,7 @@ class Engine {
 
   Devices& devices() { return *shared_.devices; }
 
-  // The process sets that this rank knows of.
-  const SharedProcessSets& sets() const { return shared_.sets; }
+  const ProcessSets& sets() const { return *shared_.sets; }
 
   // On rank 0, starts and stops the timeline of all ranks; on others, only checks the state.
   Status StartTimeline(const std::string& path, bool mark_cycles);

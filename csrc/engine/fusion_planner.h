@@ -20,7 +20,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "base/types.h"
 #include "kernels/reduce.h"
 
 namespace hororing {

@@ -1,7 +1,6 @@
 #include "engine/handle_table.h"
 
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -21,23 +20,11 @@ Status NoResult(int64_t handle, size_t index) {
 
 }  // namespace
 
-ResultBuffer::~ResultBuffer() { std::free(data_); }
-
-ResultBuffer::ResultBuffer(ResultBuffer&& other) noexcept { *this = std::move(other); }
-
-ResultBuffer& ResultBuffer::operator=(ResultBuffer&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(on_device_, other.on_device_);
-  std::swap(bytes_, other.bytes_);
-  std::swap(rows_, other.rows_);
-  return *this;
-}
-
 bool ResultBuffer::Allocate(size_t bytes, int64_t rows) {
   rows_ = rows;
   if (bytes == 0) return true;
   if (bytes > SIZE_MAX - kCacheLine) return false;
-  data_ = std::aligned_alloc(kCacheLine, RoundUp(bytes, kCacheLine));
+  data_.reset(std::aligned_alloc(kCacheLine, RoundUp(bytes, kCacheLine)));
   bytes_ = data_ != nullptr ? bytes : 0;
   return data_ != nullptr;
 }
@@ -53,11 +40,9 @@ Status ResultBuffer::AllocateOn(const Device& device, size_t bytes, int64_t rows
 bool ResultBuffer::CopyNumbers(const std::vector<int64_t>& numbers) {
   const size_t bytes = numbers.size() * sizeof(int64_t);
   if (!Allocate(bytes, static_cast<int64_t>(numbers.size()))) return false;
-  if (bytes > 0) std::memcpy(data_, numbers.data(), bytes);
+  if (bytes > 0) std::memcpy(data_.get(), numbers.data(), bytes);
   return true;
 }
-
-void* ResultBuffer::Release() { return std::exchange(data_, nullptr); }
 
 void HandleTable::Create(int64_t* handles, size_t count, bool done) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -242,7 +227,7 @@ Status HandleTable::Take(int64_t handle, size_t index, ResultBuffer* result) {
   std::lock_guard<std::mutex> lock(mutex_);
   ResultBuffer* const there = Result(handle, index);
   if (there == nullptr) return NoResult(handle, index);
-  *result = std::move(*there);
+  *result = std::exchange(*there, {});
   return Status::Ok();
 }
 

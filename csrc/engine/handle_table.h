@@ -6,12 +6,11 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <vector>
 
-#include "base/clock.h"
-#include "base/status.h"
 #include "gpu/device.h"
 
 namespace hororing {
@@ -20,25 +19,23 @@ namespace hororing {
 // the values of a joined rank.
 class ResultBuffer {
  public:
-  ResultBuffer() = default;
-  ~ResultBuffer();
-  ResultBuffer(ResultBuffer&& other) noexcept;
-  ResultBuffer& operator=(ResultBuffer&& other) noexcept;
-
   // False if memory is short. `rows` is the first dimension of the result.
   bool Allocate(size_t bytes, int64_t rows);
   // Allocates on a device, in the order of its private stream.
   Status AllocateOn(const Device& device, size_t bytes, int64_t rows);
   bool CopyNumbers(const std::vector<int64_t>& numbers);
-  void* data() const { return on_device_ != nullptr ? on_device_->data() : data_; }
+  void* data() const { return on_device_ != nullptr ? on_device_->data() : data_.get(); }
   size_t bytes() const { return bytes_; }
   int64_t rows() const { return rows_; }
   // Null: on the host.
   DeviceMemory* on_device() const { return on_device_.get(); }
-  void* Release();  // of the host; the caller frees it with free()
+  void* Release() { return data_.release(); }  // of the host; the caller frees it with free()
 
  private:
-  void* data_ = nullptr;
+  struct Free {
+    void operator()(void* data) const { std::free(data); }
+  };
+  std::unique_ptr<void, Free> data_;
   std::shared_ptr<DeviceMemory> on_device_;
   size_t bytes_ = 0;
   int64_t rows_ = 0;

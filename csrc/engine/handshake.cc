@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <set>
+#include <sstream>
 
 #include "base/sha256.h"
 #include "negotiation/validate.h"
@@ -13,13 +15,10 @@ namespace {
 
 std::map<std::string, std::string> ParseLines(const std::string& text) {
   std::map<std::string, std::string> values;
-  for (size_t begin = 0; begin < text.size();) {
-    size_t end = text.find('\n', begin);
-    if (end == std::string::npos) end = text.size();
-    const std::string line = text.substr(begin, end - begin);
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
     const size_t equals = line.find('=');
     if (equals != std::string::npos) values[line.substr(0, equals)] = line.substr(equals + 1);
-    begin = end + 1;
   }
   return values;
 }
@@ -34,19 +33,18 @@ Status CompareFingerprints(Transport& transport, const std::string& fingerprint,
   if (std::equal(texts.begin() + 1, texts.end(), texts.begin())) return Status::Ok();
   HORORING_RETURN_IF_ERROR(bootstrap.Share(fingerprint, deadline, &texts));
   std::vector<std::map<std::string, std::string>> values;
-  std::map<std::string, bool> knobs;
+  std::set<std::string> knobs;
   for (const std::string& text : texts) {
     values.push_back(ParseLines(text));
-    for (const auto& [knob, value] : values.back()) knobs[knob] = true;
+    for (const auto& [knob, value] : values.back()) knobs.insert(knob);
   }
   std::vector<int> ranks(texts.size());
   std::iota(ranks.begin(), ranks.end(), 0);
   std::string differences;
-  for (const auto& [knob, unused] : knobs) {
-    const auto value_of = [&, name = knob](size_t rank) {
-      const auto& of_rank = values[rank];
-      const auto value = of_rank.find(name);
-      return value == of_rank.end() ? std::string("unknown there") : value->second;
+  for (const std::string& knob : knobs) {
+    const auto value_of = [&](size_t rank) {
+      const auto value = values[rank].find(knob);
+      return value == values[rank].end() ? std::string("unknown there") : value->second;
     };
     size_t same = 1;
     while (same < values.size() && value_of(same) == value_of(0)) ++same;

@@ -4,8 +4,6 @@
 #include <string>
 #include <vector>
 
-#include "base/clock.h"
-#include "base/status.h"
 #include "transport/factory.h"
 #include "transport/transport.h"
 

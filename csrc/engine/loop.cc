@@ -11,22 +11,11 @@
 #include "negotiation/codec.h"
 
 namespace hororing {
-namespace {
 
 // Time limits for the last messages: the agreement to stop, and the end of the timeline. The short
 // one is for a revoked transport, which only announces its failure.
 constexpr TimeNs kFinalTimeout = 2 * kSecond, kTimelineTimeout = 4 * kSecond;
 constexpr TimeNs kRevokedTimeout = kSecond / 5;
-
-Communicator WorldCommunicator(const World& world, std::vector<std::unique_ptr<Backend>> backends) {
-  Communicator communicator;
-  communicator.ranks = Members::World(world.topology.size).ranks;
-  communicator.rank = world.topology.rank;
-  communicator.backends = std::move(backends);
-  return communicator;
-}
-
-}  // namespace
 
 Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
            std::vector<std::unique_ptr<Backend>> backends, std::vector<TimeNs> clock_offsets)
@@ -37,7 +26,8 @@ Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
       eventcount_(world.transport->eventcount()),
       topology_(world.topology),
       timeline_(*world.transport, world.topology, std::move(clock_offsets), shared.trace),
-      runner_(shared, WorldCommunicator(world, std::move(backends))),
+      runner_(shared,
+              {Members::World(topology_.size).ranks, nullptr, std::move(backends), topology_.rank}),
       agreement_groups_(AgreementGroups(world)),
       group_(GroupOf(world.topology.rank)),
       pace_(shared.config.cycle_time_ns),

@@ -37,7 +37,6 @@ class Loop {
   // Runs until a rank shuts down (kShutDown) or an error occurs; informs the peers, and returns the
   // reason. `progress` is held except while the thread sleeps.
   Status Run(std::unique_lock<std::mutex>& progress);
-  // Whether all ranks have agreed to stop.
   bool end_agreed() const { return applier_.end_agreed(); }
   // Whether it ended because a rank left: in peace, even if that rank handles an exception.
   bool peaceful() const {

@@ -10,8 +10,6 @@
 #include "negotiation/codec.h"
 
 namespace hororing {
-// Groups of ranks that get one message from rank 0. Each rank of its own host is a group; the ranks
-// of another host with shared memory form one group, reached through its first rank.
 std::vector<std::vector<int>> Loop::AgreementGroups(const World& world) {
   std::vector<std::vector<int>> groups;
   for (const std::vector<int>& ranks : world.topology.ranks_on()) {
@@ -66,7 +64,8 @@ bool Loop::ReportSubmitted() {
   shared_.tensors.TakeSubmitted(&submitted_);
   const TimeNs now = NowNs();
   for (TensorEntry* entry : submitted_) {
-    if (!shared_.sets.Contains(entry->request.process_set)) {  // removed since it was submitted
+    if (!shared_.sets->Contains(entry->request.process_set, topology_.rank)) {
+      // Removed since it was submitted.
       applier_.FailRemoved(shared_.tensors.Remove(Key(entry->request)));
       continue;
     }
@@ -127,7 +126,7 @@ void Loop::SendReport(const Report& report, TimeNs now) {
 
 // Whether every request of a report concerns all ranks. False if this rank does not know an id.
 bool Loop::ConcernsAllRanks(const Report& report) const {
-  if (shared_.sets.only_world()) return true;
+  if (shared_.sets->only_world()) return true;
   return std::all_of(report.fresh.begin(), report.fresh.end(),
                      [](const Request& each) { return each.process_set == kWorldSet; }) &&
          std::all_of(report.cached.begin(), report.cached.end(), [this](uint64_t id) {

@@ -13,8 +13,6 @@
 #include <string>
 #include <utility>
 
-#include "base/clock.h"
-#include "base/status.h"
 #include "transport/transport.h"
 
 namespace hororing {

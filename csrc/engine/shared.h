@@ -4,18 +4,18 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
-#include "base/clock.h"
 #include "collective/algorithm.h"
 #include "engine/backends.h"
 #include "engine/handle_table.h"
 #include "engine/mailbox.h"
-#include "engine/shared_process_sets.h"
 #include "engine/stats.h"
 #include "engine/tensor_table.h"
 #include "gpu/devices.h"
+#include "negotiation/process_sets.h"
 #include "negotiation/stall_inspector.h"
 #include "trace/trace.h"
 
@@ -57,10 +57,10 @@ struct Shared {
   const std::shared_ptr<HandleTable> handles;
   Mailbox mailbox;
   TensorTable tensors;
-  SharedProcessSets sets;
   TraceSink trace;
   Stats stats;
-  // Constant once the engine has started.
+  // These are there once the engine has started.
+  std::optional<ProcessSets> sets;
   std::shared_ptr<Devices> devices;
   bool transport_allows_callers = false;  // the transport allows callers to run the loop
 

@@ -24,9 +24,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "base/clock.h"
-#include "base/status.h"
-#include "base/types.h"
 #include "engine/fusion_planner.h"
 #include "engine/handle_table.h"
 #include "negotiation/messages.h"

@@ -7,8 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "base/clock.h"
-#include "base/status.h"
 #include "trace/trace.h"
 #include "trace/writer.h"
 #include "transport/factory.h"

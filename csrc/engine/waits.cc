@@ -4,7 +4,6 @@
 #include <chrono>
 #include <functional>
 
-#include "base/clock.h"
 #include "base/recorder.h"
 #include "engine/engine.h"
 #include "engine/loop.h"

@@ -17,21 +17,16 @@
 namespace hororing {
 namespace {
 
-#if defined(__x86_64__)
-bool HasF16c() {
-  // Not every compiler's __builtin_cpu_supports knows this feature.
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
-}
-#endif
-
 // The kernels that the processor supports, best first.
 std::vector<const KernelTable*> FindKernels() {
   std::vector<const KernelTable*> tables;
 #if defined(__x86_64__)
   __builtin_cpu_init();
+  // Not every compiler's __builtin_cpu_supports knows this feature.
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  const bool f16c = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
   // Both files are compiled with -mfma, too.
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && HasF16c();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     tables.push_back(&kAvx512Kernels);
@@ -68,11 +63,8 @@ Arithmetic ArithmeticOf(ReduceOp op) {
     case ReduceOp::kMin: return Arithmetic::kMin;
     case ReduceOp::kMax: return Arithmetic::kMax;
     case ReduceOp::kProduct: return Arithmetic::kProduct;
-    case ReduceOp::kAverage:
-    case ReduceOp::kSum:
-    case ReduceOp::kAdasum: break;
+    default: return Arithmetic::kSum;
   }
-  return Arithmetic::kSum;
 }
 
 // The divisor of an average; 1 for other operations.

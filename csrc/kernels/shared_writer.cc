@@ -18,10 +18,9 @@ namespace {
 // The smallest copy that benefits.
 constexpr size_t kMin = 512;
 
-#if defined(__SSE2__)
-
 // Whole lines; `to` is the beginning of one.
 void StreamLines(std::byte* to, const std::byte* from, size_t bytes) {
+#if defined(__SSE2__)
   for (size_t at = 0; at < bytes; at += kCacheLine) {
     const auto* const source = reinterpret_cast<const __m128i*>(from + at);
     auto* const target = reinterpret_cast<__m128i*>(to + at);
@@ -32,15 +31,10 @@ void StreamLines(std::byte* to, const std::byte* from, size_t bytes) {
     _mm_stream_si128(target + 2, c);
     _mm_stream_si128(target + 3, d);
   }
-}
-
 #else
-
-void StreamLines(std::byte* to, const std::byte* from, size_t bytes) {
   std::memcpy(to, from, bytes);
-}
-
 #endif
+}
 
 }  // namespace
 

@@ -12,11 +12,6 @@
 #include "base/signals.h"
 
 namespace hororing {
-namespace {
-
-bool Again() { return errno == EAGAIN || errno == EINTR; }
-
-}  // namespace
 
 Membership::Membership(int socket, TimeNs interval_ns, Ended ended)
     : socket_(socket), interval_ns_(interval_ns), ended_(std::move(ended)) {
@@ -62,13 +57,14 @@ void Membership::ThreadMain() {
 // False if the connection has ended. A store that does not read needs no further beat.
 bool Membership::Beat() {
   const char beat = 1;
-  return send(socket_, &beat, 1, MSG_DONTWAIT | MSG_NOSIGNAL) == 1 || Again();
+  return send(socket_, &beat, 1, MSG_DONTWAIT | MSG_NOSIGNAL) == 1 || errno == EAGAIN ||
+         errno == EINTR;
 }
 
 bool Membership::Receive() {
   char* const place = reinterpret_cast<char*>(&incoming_) + received_;
   const ssize_t got = recv(socket_, place, sizeof incoming_ - received_, MSG_DONTWAIT);
-  if (got <= 0) return got < 0 && Again();
+  if (got <= 0) return got < 0 && (errno == EAGAIN || errno == EINTR);
   received_ += static_cast<size_t>(got);
   if (received_ < sizeof incoming_) return true;
   received_ = 0;

@@ -30,8 +30,6 @@ class Membership {
   Membership(int socket, TimeNs interval_ns, Ended ended);
   // Ends the thread and the connection.
   ~Membership();
-  Membership(const Membership&) = delete;
-  Membership& operator=(const Membership&) = delete;
 
   // Ok until this process learns that the generation is over.
   Status Check(int64_t generation) const;

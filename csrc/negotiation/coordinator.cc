@@ -75,10 +75,7 @@ void Coordinator::Receive(const int* ranks, size_t count, const Report& report, 
       text += ". All ranks must make the same calls: check whether rank " + std::to_string(rank) +
               " had fewer batches.";
     }
-    Decision leave;
-    leave.kind = Decision::Kind::kLeave;
-    leave.set_details().status = Status(failed ? Code::kPeerLost : Code::kShutDown, text, rank);
-    Push(std::move(leave));
+    Push({Decision::Kind::kLeave, Status(failed ? Code::kPeerLost : Code::kShutDown, text, rank)});
     stopped_ = true;
   }
 }
@@ -194,10 +191,7 @@ void Coordinator::Decide(TensorState& tensor) {
     joined_count_ = 0;
   }
   if (!status.ok()) {
-    decision.kind = Decision::Kind::kFail;
-    decision.cache_id = 0;
-    decision.set_details().name = request.name;
-    decision.set_details().status = std::move(status);
+    decision = {Decision::Kind::kFail, std::move(status), request.process_set, request.name};
   }
   ClearPending(tensor);
   Push(std::move(decision));
@@ -289,10 +283,7 @@ StallInspector::Finding Coordinator::InspectStalls(TimeNs now) {
   StallInspector::Finding finding =
       stall_inspector_.Inspect(AllWaiting(/*joins=*/true), std::move(stuck), now);
   if (!finding.abort.ok()) {
-    Decision abort;
-    abort.kind = Decision::Kind::kAbort;
-    abort.set_details().status = finding.abort;
-    Push(std::move(abort));
+    Push({Decision::Kind::kAbort, finding.abort});
     stopped_ = true;
   }
   return finding;

@@ -29,7 +29,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "base/clock.h"
 #include "negotiation/messages.h"
 #include "negotiation/process_sets.h"
 #include "negotiation/stall_inspector.h"
@@ -151,9 +150,8 @@ class Coordinator {
   std::vector<char> joined_;       // per rank
   int joined_count_ = 0;
   int last_joined_ = -1;
-  std::vector<Blocked> blocked_;  // per rank
-  const ProcessSet* answered_ =
-      nullptr;  // the current report has cleared `blocked_` of its members
+  std::vector<Blocked> blocked_;          // per rank
+  const ProcessSet* answered_ = nullptr;  // the current report has cleared its `blocked_`
 
   uint64_t next_id_ = 1;
   std::unordered_map<uint64_t, Record> records_;  // by cache id

@@ -24,7 +24,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "base/clock.h"
 #include "negotiation/messages.h"
 
 namespace hororing {

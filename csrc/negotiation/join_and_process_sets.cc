@@ -53,13 +53,10 @@ void Coordinator::RemoveSet(int32_t id) {
   for (TensorState* tensor : PendingTensors()) {
     if (tensor->pending.set != set) continue;
     const Request& request = tensor->pending.any();
-    Decision fail;
-    fail.kind = Decision::Kind::kFail;
-    fail.process_set = id;
-    fail.set_details().name = request.name;
-    fail.set_details().status =
-        Status(Code::kMismatch, request.Title() + ": the process set was " +
-                                    "removed before all of its ranks had made this call");
+    Decision fail(Decision::Kind::kFail,
+                  Status(Code::kMismatch, request.Title() + ": the process set was " +
+                                              "removed before all of its ranks had made this call"),
+                  id, request.name);
     ClearPending(*tensor);
     Push(std::move(fail));
   }
@@ -132,7 +129,7 @@ Status Coordinator::CheckJoined(const std::vector<int>& joined, const Request& r
 }
 
 bool Coordinator::IsForAll(const Agreement& agreement) const {
-  return sets_.count() == 1 && std::none_of(agreement.decisions.begin(), agreement.decisions.end(),
+  return sets_.only_world() && std::none_of(agreement.decisions.begin(), agreement.decisions.end(),
                                             [](const Decision& decision) {
                                               return decision.details().splits != nullptr;
                                             });

@@ -1,5 +1,7 @@
 #include "negotiation/messages.h"
 
+#include <utility>
+
 namespace hororing {
 
 bool Request::operator==(const Request& other) const {
@@ -9,14 +11,10 @@ bool Request::operator==(const Request& other) const {
          weight.has_value() == other.weight.has_value();
 }
 
-Decision& Decision::operator=(const Decision& other) {
-  if (this == &other) return *this;
-  kind = other.kind;
-  process_set = other.process_set;
-  cache_id = other.cache_id;
-  count = other.count;
-  details_ = other.details_ != nullptr ? std::make_unique<Details>(*other.details_) : nullptr;
-  return *this;
+Decision::Decision(Kind ending, Status why, int32_t set, std::string name)
+    : kind(ending), process_set(set) {
+  set_details().name = std::move(name);
+  set_details().status = std::move(why);
 }
 
 const Decision::Details& Decision::details() const {
@@ -25,7 +23,7 @@ const Decision::Details& Decision::details() const {
 }
 
 Decision::Details& Decision::set_details() {
-  if (details_ == nullptr) details_ = std::make_unique<Details>();
+  if (details_.use_count() != 1) details_ = std::make_shared<Details>(details());
   return *details_;
 }
 

@@ -24,8 +24,7 @@ enum class SetScope : int32_t {
 // it, so that a short malformed one cannot make us allocate more than 32 MiB.
 constexpr uint64_t kLongestRun = 1 << 16, kMostIds = 1 << 22;
 
-// The process set of all ranks.
-constexpr int32_t kWorldSet = 0;
+constexpr int32_t kWorldSet = 0;  // the process set of all ranks
 
 // A rank's request under one name. The members of the process set must agree on everything except
 // the first dimensions of gathered tensors, the splits of an alltoall and the weight.
@@ -121,17 +120,15 @@ struct Decision {
   };
 
   Decision() = default;
-  Decision(Decision&&) = default;
-  Decision& operator=(Decision&&) = default;
-  Decision(const Decision& other) { *this = other; }
-  Decision& operator=(const Decision& other);
+  // One that ends `set`'s request of that name, or the job.
+  Decision(Kind ending, Status why, int32_t set = kWorldSet, std::string name = "");
 
   // Whether it is about cached requests, as usual: it then has their ids, process set and weights.
   bool of_cached() const { return kind == Kind::kRun && details().name.empty(); }
   // Empty if none were set.
   const Details& details() const;
   bool has_details() const { return details_ != nullptr; }
-  Details& set_details();
+  Details& set_details();  // REQUIRES: no copy of the decision is made while the result is in use
   // If both are kRuns of cached requests with consecutive ids, adds the requests of `next` to this
   // decision and returns true.
   bool Extend(const Decision& next);
@@ -142,7 +139,7 @@ struct Decision {
   uint64_t count = 1;     // kRun: the number of cached requests, from `cache_id` on
 
  private:
-  std::unique_ptr<Details> details_;
+  std::shared_ptr<Details> details_;  // shared with copies, until one of them changes
 };
 
 // From the coordinator to every rank.

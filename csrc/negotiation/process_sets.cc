@@ -15,7 +15,7 @@ ProcessSets::ProcessSets(int size) : size_(size) {
   auto world = std::make_shared<ProcessSet>();
   world->ranks.resize(static_cast<size_t>(size));
   std::iota(world->ranks.begin(), world->ranks.end(), 0);
-  sets_[kWorldSet] = std::move(world);
+  sets_[kWorldSet] = world_ = std::move(world);
 }
 
 Status ProcessSets::Check(const std::vector<int32_t>& ranks, bool internal) const {
@@ -55,7 +55,13 @@ void ProcessSets::Add(int32_t id, const std::vector<int32_t>& ranks, bool intern
   set->internal = internal;
   set->ranks.assign(ranks.begin(), ranks.end());
   std::sort(set->ranks.begin(), set->ranks.end());
+  std::lock_guard<std::mutex> lock(mutex_);
   sets_[id] = std::move(set);
+}
+
+void ProcessSets::Remove(int32_t id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  sets_.erase(id);
 }
 
 const ProcessSet* ProcessSets::Find(int32_t id) const {
@@ -64,6 +70,8 @@ const ProcessSet* ProcessSets::Find(int32_t id) const {
 }
 
 std::shared_ptr<const ProcessSet> ProcessSets::Share(int32_t id) const {
+  if (id == kWorldSet) return world_;
+  std::lock_guard<std::mutex> lock(mutex_);
   const auto set = sets_.find(id);
   return set == sets_.end() ? nullptr : set->second;
 }

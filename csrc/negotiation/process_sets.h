@@ -1,14 +1,16 @@
-// ProcessSets: which ranks belong to which process set. A plain value. The coordinator and every
-// rank have one, and agreements change all of them alike.
+// ProcessSets: which ranks belong to which process set. The coordinator and every rank have one,
+// and agreements change all of them alike.
+//
+// Thread-safety: one thread at a time (the loop), except for Share.
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
-#include "base/status.h"
 #include "negotiation/messages.h"
 
 namespace hororing {
@@ -57,15 +59,23 @@ class ProcessSets {
   int32_t NextId() const;
   // REQUIRES: Check(ranks, internal).ok().
   void Add(int32_t id, const std::vector<int32_t>& ranks, bool internal);
-  void Remove(int32_t id) { sets_.erase(id); }
+  void Remove(int32_t id);
   // Null if there is none; valid until Remove.
   const ProcessSet* Find(int32_t id) const;
-  // The same, for callers that need it for longer.
+  // The same from any thread, and for as long as it is needed.
   std::shared_ptr<const ProcessSet> Share(int32_t id) const;
-  size_t count() const { return sets_.size(); }
+  // Whether `rank` is a member of an existing set.
+  bool Contains(int32_t id, int rank) const {
+    if (id == kWorldSet) return true;
+    const ProcessSet* const set = Find(id);
+    return set != nullptr && set->IndexOf(rank) >= 0;
+  }
+  bool only_world() const { return sets_.size() == 1; }
 
  private:
   const int size_;
+  std::shared_ptr<const ProcessSet> world_;  // constant
+  mutable std::mutex mutex_;                 // held during changes, and for Share
   std::map<int32_t, std::shared_ptr<const ProcessSet>> sets_;
 };
 

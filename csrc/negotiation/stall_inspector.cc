@@ -4,6 +4,7 @@
 #include <set>
 #include <utility>
 
+#include "base/text.h"
 #include "negotiation/validate.h"
 
 namespace hororing {
@@ -20,12 +21,7 @@ std::string Describe(const std::vector<const Waiting*>& stalled) {
   std::string text;
   for (const auto& [ranks, requests] : groups) {
     if (!text.empty()) text += "; ";
-    for (size_t i = 0; i < std::min(requests.size(), kNamesPerGroup); ++i) {
-      text += (i > 0 ? ", " : "") + requests[i]->title;
-    }
-    if (requests.size() > kNamesPerGroup) {
-      text += " and " + std::to_string(requests.size() - kNamesPerGroup) + " more";
-    }
+    text += Listed(requests, [](const Waiting* each) { return each->title; }, kNamesPerGroup);
     text += ": submitted by " + RanksText(ranks.second) + ", missing " + RanksText(ranks.first);
   }
   return text;

@@ -29,21 +29,11 @@ size_t Utf8Length(const std::string& text, size_t at) {
   };
   const unsigned lead = byte(at);
   if (lead < 0x80) return 1;
-  size_t length = 0;
-  unsigned low = 0x80, high = 0xBF;  // of the second byte: no overlong form, no surrogate
-  if (lead >= 0xC2 && lead <= 0xDF) {
-    length = 2;
-  } else if (lead >= 0xE0 && lead <= 0xEF) {
-    length = 3;
-    if (lead == 0xE0) low = 0xA0;
-    if (lead == 0xED) high = 0x9F;
-  } else if (lead >= 0xF0 && lead <= 0xF4) {
-    length = 4;
-    if (lead == 0xF0) low = 0x90;
-    if (lead == 0xF4) high = 0x8F;
-  } else {
-    return 0;
-  }
+  if (lead < 0xC2 || lead > 0xF4) return 0;
+  const size_t length = lead < 0xE0 ? 2 : (lead < 0xF0 ? 3 : 4);
+  // Of the second byte: no overlong form, no surrogate, no number beyond U+10FFFF.
+  const unsigned low = lead == 0xE0 ? 0xA0 : (lead == 0xF0 ? 0x90 : 0x80);
+  const unsigned high = lead == 0xED ? 0x9F : (lead == 0xF4 ? 0x8F : 0xBF);
   if (byte(at + 1) < low || byte(at + 1) > high) return 0;
   for (size_t i = 2; i < length; ++i) {
     if (byte(at + i) < 0x80 || byte(at + i) > 0xBF) return 0;

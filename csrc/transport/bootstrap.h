@@ -9,8 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "base/clock.h"
-#include "base/status.h"
 #include "transport/transport.h"
 
 namespace hororing {

@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "base/status.h"
 #include "transport/bootstrap.h"
 #include "transport/mpi_library.h"
 #include "transport/transport.h"

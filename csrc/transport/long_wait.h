@@ -6,8 +6,6 @@
 
 #include <vector>
 
-#include "base/clock.h"
-#include "base/status.h"
 #include "transport/transport.h"
 
 namespace hororing {

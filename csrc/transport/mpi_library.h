@@ -17,8 +17,6 @@
 #include <string>
 #include <vector>
 
-#include "base/clock.h"
-#include "base/status.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -35,10 +33,9 @@ struct MpiWorld {
 };
 
 struct MpiInfo {
-  std::string library;  // MPI_Get_library_version, first line
-  std::string
-      thread_level;  // "single", "funneled", "serialized", "multiple"; "" if not initialised
-  std::string path;  // of the MPI library that is in use
+  std::string library;       // MPI_Get_library_version, first line
+  std::string thread_level;  // "single", "funneled", "serialized", "multiple"; "": not initialised
+  std::string path;          // of the MPI library that is in use
   bool initialized = false;
 };
 

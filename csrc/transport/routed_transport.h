@@ -44,9 +44,6 @@ class RoutedTransport final : public Transport {
   void Wake() override { local_.Wake(); }
   void Revoke(const Status& why) override;
 
-  void WatchProcesses(std::vector<ProcessIdentity> of_ranks, std::vector<bool> here) override {
-    wire_->WatchProcesses(std::move(of_ranks), std::move(here));
-  }
   void Watch(CallWatch* calls) override { wire_->Watch(calls); }
   Status CheckPeers() override;
   TimeNs Silence(int peer) override { return wire_->Silence(peer); }

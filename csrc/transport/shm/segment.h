@@ -101,7 +101,6 @@ class ShmSegment {
                        std::shared_ptr<ShmSegment>* segment);
   ~ShmSegment();
   ShmSegment(const ShmSegment&) = delete;
-  ShmSegment& operator=(const ShmSegment&) = delete;
 
   // For the creator: removes the name; the memory lives until the last rank unmaps it. The
   // destructor calls it at the latest. Does nothing on other ranks, or when called again.

@@ -74,7 +74,6 @@ class ShmTransport final : public Transport, private Eventcount {
     uint64_t end = 0;
   };
   SlotReaders& slot_readers() { return slot_readers_; }
-  // Copies into this rank's slot.
   SharedWriter& to_slot() { return to_slot_; }
 
   // Blocks until ready() is true: makes progress, spins, then sleeps on the doorbell. Ends early if

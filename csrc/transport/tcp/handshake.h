@@ -13,8 +13,6 @@
 #include <cstdint>
 #include <string>
 
-#include "base/status.h"
-
 namespace hororing {
 
 // 32 random bytes, as 64 hexadecimal digits.

@@ -29,8 +29,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/clock.h"
-#include "base/status.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/socket.h"
 #include "transport/transfers.h"
