@@ -84,7 +84,8 @@ FAULTS = [
           "Complete(entry->handle, world_.topology.rank == 0 ? decision.details().status"
           " : Status::Ok(), {});", "engine_test"),
     Fault("a rank that shuts down announces no reason", "csrc/negotiation/coordinator.cc",
-          "Push(std::move(leave));", "", "negotiation_test"),
+          "Push({Decision::Kind::kLeave, Status(failed ? Code::kPeerLost : Code::kShutDown, text, "
+          "rank)});", "", "negotiation_test"),
     Fault("a waiting rank is not woken", "csrc/engine/handle_table.cc",
           "if (slot->awaited) completed_.notify_all();", "", "engine_test"),
     Fault("a handle is released twice", "csrc/engine/handle_table.cc",

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MOST_COLUMNS = 120
 MOST_WORDS = 60_000  # pages, ADRs and changelog
-MOST_LINES_OF_CORE = 23_550  # csrc without the plug-in for JAX
+MOST_LINES_OF_CORE = 23_000  # csrc without the plug-in for JAX, and what nvcc has written
 MOST_LINES_OF_FILE = 500
 
 
@@ -43,7 +43,7 @@ def budgets() -> Iterator[str]:
     if words > MOST_WORDS:
         yield f"the pages have {words} words, at most {MOST_WORDS} are allowed"
     core = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cc", ".h", ".inc"}]
-    core = [p for p in core if p.relative_to(ROOT).parts[1] != "jax"]
+    core = [p for p in core if p.relative_to(ROOT).parts[1] != "jax" and p.name != "kernels.inc"]
     lines = {path: len(path.read_text().splitlines()) for path in core}
     if sum(lines.values()) > MOST_LINES_OF_CORE:
         yield f"csrc has {sum(lines.values())} lines, at most {MOST_LINES_OF_CORE} are allowed"
