@@ -116,6 +116,7 @@ class Hub:
     ) -> None:
         self.lock = threading.Lock()  # guards `jobs` and what is in them
         self.jobs: dict[str, Job] = {}
+        self.processes = 0  # that an elastic job has started, as its launcher tells
         self.cost_s = 0.0  # processor time of the last sample and its comparison
         self._job, self._rsh, self._all_users = job, list(rsh), all_users
         self._local = Sampler(job, all_users, this_host=bool(hosts))

@@ -22,8 +22,9 @@ _SILENT_S = 5.0
 _STACKS_EVERY_S = 10.0
 # A warning in a log is shown for so long.
 _LOGGED_S = 600
-# What is usual: the median of the steps in so many seconds, without the last ones.
-_USUAL_S, _RECENT_S, _LEAST_POINTS = 600, 10, 10
+# What is usual: the median of the steps in so many seconds, without the last ones. Only steps that
+# move as many bytes, to this share, are alike: an evaluation is no slow training.
+_USUAL_S, _RECENT_S, _LEAST_POINTS, _ALIKE = 600, 10, 10, 0.75
 _PARTS = ("own_s", "waited_s", "batch_s")  # of a step, in the series
 
 
@@ -127,12 +128,14 @@ class Job:
             "metrics": self._shown(ranks),
         }
         self._add_point(state, rates)
+        usual = self._usual()
+        state["usual_step_s"] = lower_median([each["step_s"] for each in usual]) or None
         slow = findings.of_links(link_rates)
         found = [
             *findings.of_waits(ranks, self._step_s),
             *slow,
             *findings.of_late_ranks(ranks, slow),
-            *self._slower(),
+            *self._slower(usual),
             *findings.of_hosts(hosts, ranks),
         ]
         state["findings"] = [each.as_dict() for each in found]
@@ -284,19 +287,29 @@ class Job:
         point["waited_s"] = max((each.waited_s for each in rates), default=0.0)
         point["batch_s"] = lower_median([each.batch_s for each in rates])
         point["late_s"] = max((each["late_s"] for each in state["ranks"]), default=0.0)
+        moved = [state[f"{way}_bytes_per_s"] for way in ("shared_memory", "between_hosts", "other")]
+        point["step_bytes"] = sum(moved) * (state["step_s"] or 0.0)
         point["links_bytes_per_s"] = sum(each["bytes_per_s"] for each in state["links"])
         point["values"] = state["metrics"]["values"]
         self.points.append(point)
 
-    def _slower(self) -> list[Finding]:
-        """Steps that take longer than they did, and which part of them."""
+    def _usual(self) -> list[dict[str, Any]]:
+        """Earlier points with steps like the present ones; none if there are too few."""
         recent = self.points[-1]
+        moved = recent["step_bytes"]
         usual = [
             each
             for each in self.points
-            if each["step_s"] and _RECENT_S < recent["at"] - each["at"] < _USUAL_S
+            if each["step_s"]
+            and _RECENT_S < recent["at"] - each["at"] < _USUAL_S
+            and _ALIKE * moved <= each["step_bytes"] <= moved / _ALIKE
         ]
-        if not recent["step_s"] or len(usual) < _LEAST_POINTS:
+        return usual if recent["step_s"] and len(usual) >= _LEAST_POINTS else []
+
+    def _slower(self, usual: list[dict[str, Any]]) -> list[Finding]:
+        """Steps that take longer than they did, and which part of them."""
+        recent = self.points[-1]
+        if not usual:
             return []
         before_s = lower_median([each["step_s"] for each in usual])
         if recent["step_s"] < findings.SLOWER * before_s:

@@ -80,7 +80,10 @@ def address(port: int, query: str) -> str:
 
 
 def obey(hub: Hub) -> None:
-    """Read from hororun: "job ID" once it is known, "host NAME" of another host, "note TEXT"."""
+    """Read from hororun: "job ID" once it is known, "host NAME" of another host, "note TEXT".
+
+    And "process N", the number of a process that an elastic job has started.
+    """
     os.write(1, b"ready\n")
     for line in sys.stdin:
         what, _, name = line.rstrip("\n").partition(" ")
@@ -90,3 +93,5 @@ def obey(hub: Hub) -> None:
             hub.add_host(name)
         elif what == "note":
             hub.note(name)
+        elif what == "process":
+            hub.processes = max(hub.processes, int(name) + 1)

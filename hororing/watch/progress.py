@@ -1,4 +1,4 @@
-"""What `hororun --progress` prints: a line a minute, what deserves one, and the end of the job.
+"""What hororun prints about its job: what deserves a line, the end, with --progress one a minute.
 
 A process of its own beside hororun, which tells it the job and its hosts, as it tells the page.
 """
@@ -6,6 +6,7 @@ A process of its own beside hororun, which tells it the job and its hosts, as it
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -18,9 +19,14 @@ from hororing.watch.hub import Hub
 from hororing.watch.page import NONE, obey
 from hororing.watch.sampler import PERIOD_S
 
-# A finding is told once it has lasted so long, and told again after so long.
-_LASTS_S, _AGAIN_S = 30.0, 600.0
-_TOLD = ("late", "slower", "hang")
+# A finding is told once it has lasted so long. The next one of its kind is told after so long at
+# the earliest, then after several times that. A hang has its own warning, by the ranks.
+_LASTS_S, _AGAIN_S, _AGAIN_TIMES = 30.0, 600.0, 6
+# Not while ranks warm up, and nothing small: others wait for a fifth of the time, or the number of
+# steps in a second has fallen by a third.
+_WARM_S, _LATE_SHARE, _SLOWER = 60.0, 0.2, 1.5
+# Without --progress, jobs that took less say nothing at their end.
+_SHORT_S = 60.0
 
 
 class Progress:
@@ -30,19 +36,26 @@ class Progress:
     ----------
     say : callable
         Prints a line.
-    every_s : float
-        Between two lines about the progress.
-    lasts_s : float
-        A finding that lasts so long is told.
+    every_s : float, optional
+        Between two lines about the progress. None: no such lines, and none about a short job.
+    began : float, optional
+        When the job began, by time.monotonic; now by default.
     """
 
     def __init__(
-        self, say: Callable[[str], object], every_s: float = 60.0, lasts_s: float = _LASTS_S
+        self,
+        say: Callable[[str], object],
+        every_s: float | None = 60.0,
+        began: float | None = None,
     ) -> None:
-        self._say, self._every_s, self._lasts_s = say, every_s, lasts_s
-        self._began = self._said = time.monotonic()
+        self._say, self._every_s = say, every_s
+        self._began = self._said = time.monotonic() if began is None else began
+        self._members: set[tuple[str, int]] = set()
+        self._members_since = self._began
+        self._processes: set[tuple[str, int]] = set()
+        self._most = 0  # ranks at once
         self._since: dict[tuple[Any, ...], float] = {}  # of findings
-        self._told: dict[tuple[Any, ...], float] = {}
+        self._next: dict[str, tuple[float, float]] = {}  # by kind: when, and the pause after it
         self._first: dict[tuple[int, int], dict[str, Any]] = {}  # by rank and process
         self._last: dict[tuple[int, int], dict[str, Any]] = {}
         self._late_s: dict[int, float] = {}
@@ -50,6 +63,11 @@ class Progress:
     def look(self, state: Mapping[str, Any]) -> None:
         """Take a state of the job, once a second; print what is due."""
         now = time.monotonic()
+        members = {(rank["sampled_by"], rank["pid"]) for rank in state["ranks"]}
+        if members != self._members:
+            self._members, self._members_since = members, now
+            self._processes |= members
+            self._most = max(self._most, len(members))
         for rank in state["ranks"]:
             key = rank["rank"], rank["pid"]
             self._first.setdefault(key, {**rank["totals"], "at": now})
@@ -57,21 +75,27 @@ class Progress:
             late_s = self._late_s.get(rank["rank"], 0.0) + rank["late_s"] * PERIOD_S
             self._late_s[rank["rank"]] = late_s
         self._tell_findings(state, now)
-        if now - self._said >= self._every_s and state["ranks"]:
+        every_s = math.inf if self._every_s is None else self._every_s
+        if now - self._said >= every_s and state["ranks"]:
             self._said = now
             self._say(self._line(state))
 
     def _tell_findings(self, state: Mapping[str, Any], now: float) -> None:
+        step_s = state["step_s"] or 1.0  # without steps, times are per second
+        late = {rank["rank"] for rank in state["ranks"] if rank["late_s"] > _LATE_SHARE * step_s}
+        slower = step_s >= _SLOWER * (state["usual_step_s"] or step_s)
         present = {
             (each["kind"], *each["ranks"]): each["text"]
             for each in state["findings"]
-            if each["kind"] in _TOLD
+            if (each["kind"] == "late" and late & {*each["ranks"]})
+            or (each["kind"] == "slower" and slower)
         }
         self._since = {key: self._since.get(key, now) for key in present}
         for key, since in self._since.items():
-            lasts = now - since >= self._lasts_s or key[0] == "hang"
-            if lasts and now - self._told.get(key, -_AGAIN_S) >= _AGAIN_S:
-                self._told[key] = now
+            due, pause_s = self._next.get(key[0], (now, _AGAIN_S))
+            lasts = now - since >= _LASTS_S and now - self._members_since >= _WARM_S
+            if lasts and now >= due:
+                self._next[key[0]] = now + pause_s, pause_s * _AGAIN_TIMES
                 self._say(present[key])
 
     def _line(self, state: Mapping[str, Any]) -> str:
@@ -93,9 +117,14 @@ class Progress:
     def _steps(self) -> int:
         return max((last["steps"] for last in self._last.values()), default=0)
 
-    def end(self) -> None:
-        """Print how the job was as a whole, as far as it was seen: to the second."""
+    def end(self, processes: int = 0) -> None:
+        """Print how the job was as a whole, as far as it was seen: to the second.
+
+        `processes`: how many an elastic job has started.
+        """
         wall_s = time.monotonic() - self._began
+        if self._every_s is None and (wall_s < _SHORT_S or not self._last):
+            return
         if not self._last:
             self._say(f"the job took {_duration(wall_s)}; no rank was seen, in a look a second")
             return
@@ -110,7 +139,7 @@ class Progress:
         slowest = max(self._late_s, key=lambda rank: self._late_s[rank])
         if self._late_s[slowest] > 0 and len(self._late_s) > 1:
             parts.append(f"mostly for rank {slowest}")
-        restarts = len(self._last) - len({rank for rank, _ in self._last})
+        restarts = max(processes, len(self._processes)) - self._most
         parts.append(f"{restarts} restart{'s' * (restarts != 1)}")
         self._say(", ".join(parts))
 
@@ -127,6 +156,8 @@ def main(words: list[str]) -> None:
     """Print until hororun closes the standard input."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=float, default=60.0)
+    parser.add_argument("--seldom", dest="every", action="store_const", const=None)
+    parser.add_argument("--began-at", type=float)
     parser.add_argument("--rsh-agent", default="ssh -T --")
     arguments = parser.parse_args(words)
     hub = Hub(NONE, (), shlex.split(arguments.rsh_agent))
@@ -135,6 +166,7 @@ def main(words: list[str]) -> None:
             f"hororun: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True
         ),
         arguments.every,
+        arguments.began_at,
     )
     told = threading.Thread(target=obey, args=(hub,), daemon=True)
     told.start()
@@ -144,7 +176,7 @@ def main(words: list[str]) -> None:
             states = [job.state for job in hub.jobs.values() if job.state]
         for state in states:
             progress.look(state)
-    progress.end()
+    progress.end(hub.processes)
     os._exit(0)  # without waiting for samplers
 
 

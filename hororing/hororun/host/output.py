@@ -47,6 +47,7 @@ class Output:
     Attributes
     ----------
     ranks : present rank by process number in an elastic job; None: not elastic.
+    later : when, by time.monotonic, `show_due` is to call a function once; jobs wake up for it.
     is_to_end : whether the user has requested the end of the job, even if nobody reads its output.
     """
 
@@ -65,6 +66,7 @@ class Output:
         self.ranks: dict[int, int] | None = {} if elastic else None
         self.is_to_end: Callable[[], bool] = lambda: False
         self.heard: Callable[[str], None] = lambda _: None  # is told the launcher's lines, too
+        self.later: tuple[float, Callable[[], None]] | None = None
         self._streams = streams
         self._width = len(str(size - 1))
         self._tag = tag
@@ -147,10 +149,14 @@ class Output:
     def due_s(self) -> float | None:
         """Time until `show_due` has something to do; None: nothing."""
         times = [held.due_at() for rank, held in self._held.items() if rank not in self._ended]
+        times += [] if self.later is None else [self.later[0]]
         return max(min(times) - time.monotonic(), 0.0) if times else None
 
     def show_due(self) -> None:
-        """Show what was held back of ranks that live on."""
+        """Show what was held back of ranks that live on; do what is due."""
+        if self.later is not None and time.monotonic() >= self.later[0]:
+            start, self.later = self.later[1], None
+            start()
         for rank in [*self._held.keys() - self._ended]:
             if time.monotonic() >= self._held[rank].due_at():
                 self._show_lines(rank, STDERR, self._held.pop(rank).lines)

@@ -161,6 +161,8 @@ def run_elastic(
         return store
 
     def make_program(number: int, slot: Slot) -> Program:
+        for each in what.beside:
+            each.process(number)
         here = is_local(slot.host)
         own = {
             "HORORING_ELASTIC": "1",
