@@ -276,12 +276,14 @@ TimeNs Coordinator::NextDeadline() const {
 StallInspector::Finding Coordinator::InspectStalls(TimeNs now) {
   if (stopped_ || waiting_ == 0 || now < stall_check_ns_) return {};
   stall_check_ns_ = After(now, stall_inspector_.interval_ns);
-  std::vector<char> stuck = joined_;
+  std::vector<char> stuck = joined_, soon = joined_;
   for (size_t rank = 0; ready_.empty() && rank < stuck.size(); ++rank) {
-    if (blocked_[rank].Elapsed(now) >= options_.stall.deadlock_ns) stuck[rank] = 1;
+    const TimeNs blocked_ns = blocked_[rank].Elapsed(now);
+    if (blocked_ns >= options_.stall.deadlock_ns) stuck[rank] = 1;
+    if (blocked_ns >= options_.stall.deadlock_ns - options_.stall.warning_ns) soon[rank] = 1;
   }
   StallInspector::Finding finding =
-      stall_inspector_.Inspect(AllWaiting(/*joins=*/true), std::move(stuck), now);
+      stall_inspector_.Inspect(AllWaiting(/*joins=*/true), stuck, soon, now);
   if (!finding.abort.ok()) {
     Push({Decision::Kind::kAbort, finding.abort});
     stopped_ = true;

@@ -61,10 +61,12 @@ StallInspector::StallInspector(const Options& options)
       options_(options) {}
 
 StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& waiting,
-                                                std::vector<char> stuck, TimeNs now) {
+                                                const std::vector<char>& stuck,
+                                                const std::vector<char>& soon, TimeNs now) {
   Finding finding;
   std::unordered_map<std::string, Known> still_waiting;
   std::vector<const Waiting*> to_warn, to_abort, younger;
+  const auto deadlocked = Deadlocked(waiting, stuck), soon_said = Deadlocked(waiting, soon);
   TimeNs longest = 0;
   for (const Waiting& request : waiting) {
     const TimeNs age = now - request.since_ns;
@@ -77,7 +79,7 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
     TimeNs next = known != known_.end() && known->second.since_ns == request.since_ns
                       ? known->second.next_warning_ns
                       : After(request.since_ns, options_.warning_ns);
-    if (now >= next) {
+    if (now >= next && std::count(soon_said.begin(), soon_said.end(), &request) == 0) {
       to_warn.push_back(&request);
       longest = std::max(longest, age);
       next = After(request.since_ns, age > kForever / 2 ? kForever : 2 * age);
@@ -86,7 +88,6 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
     (age >= options_.shutdown_ns ? to_abort : younger).push_back(&request);
   }
   known_ = std::move(still_waiting);
-  const std::vector<const Waiting*> deadlocked = Deadlocked(waiting, std::move(stuck));
   if (!to_abort.empty()) {
     finding.abort = Status(
         Code::kStalled,

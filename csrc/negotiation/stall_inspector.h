@@ -32,8 +32,8 @@ class Blocked {
     last_ns_ = now;
     expires_ns_ = blocked ? After(now, 3 * kInterval) : 0;
   }
-  // How long the rank has been blocked; 0 if it no longer reports so.
-  TimeNs Elapsed(TimeNs now) const { return now <= expires_ns_ ? last_ns_ - since_ns_ : 0; }
+  // How long the rank has been blocked; -kForever if it does not report so, or no longer.
+  TimeNs Elapsed(TimeNs now) const { return now <= expires_ns_ ? last_ns_ - since_ns_ : -kForever; }
   // Time between two such reports.
   static constexpr TimeNs kInterval = kSecond;
 
@@ -58,10 +58,12 @@ class StallInspector {
     std::map<int, std::string> expected;
   };
   // Call every `interval_ns` while anything waits. Warns about each request after the warning time,
-  // then at doubling intervals, so that a long validation phase does not flood the log. `stuck`,
-  // per rank: it has joined, or its callers have been blocked for the deadlock time. If only such
-  // ranks wait for one another, that is a deadlock, which fails the job, too.
-  Finding Inspect(const std::vector<Waiting>& waiting, std::vector<char> stuck, TimeNs now);
+  // then at doubling intervals: a long validation phase does not flood the log. `stuck`, per rank:
+  // it has joined, or its callers have been blocked for the deadlock time. If only such ranks wait
+  // for one another, that is a deadlock, which fails the job, too. If it will be so within another
+  // warning time (`soon`), there is no warning: the failure says it.
+  Finding Inspect(const std::vector<Waiting>& waiting, const std::vector<char>& stuck,
+                  const std::vector<char>& soon, TimeNs now);
 
   // The largest number of ranks that are asked for their status.
   static constexpr size_t kMaxAsked = 4;

@@ -512,6 +512,32 @@ TEST(ranks_that_wait_for_one_another_are_a_deadlock_once_all_have_been_blocked_f
   CHECK(!begin([](int rank, int second) { return rank != 3 || second % 8 < 4; }).has_value());
 }
 
+TEST(what_a_deadlock_will_soon_say_is_not_warned_about) {
+  const auto warned = [](TimeNs warning_ns, bool all_blocked) {
+    Coordinator::Options options = Options(2);
+    options.stall.warning_ns = warning_ns;
+    options.stall.deadlock_ns = 10 * kSecond;
+    Coordinator coordinator(options);
+    coordinator.Receive(0, Fresh({Allreduce("gradient")}), 0);
+    coordinator.Receive(1, Fresh({Allreduce("metric")}), 0);
+    std::vector<TimeNs> at;
+    for (TimeNs now = 0; now < 20 * kSecond; now += kSecond) {
+      Report report;
+      for (int rank : {0, 1}) {
+        report.blocked = rank == 0 || all_blocked;
+        coordinator.Receive(rank, report, now);
+      }
+      const StallInspector::Finding finding = coordinator.InspectStalls(now);
+      if (!finding.warning.empty()) at.push_back(now / kSecond);
+      if (!finding.abort.ok()) break;
+    }
+    return at;
+  };
+  CHECK(warned(8 * kSecond, true).empty());
+  CHECK(warned(2 * kSecond, true) == (std::vector<TimeNs>{2, 4}));
+  CHECK(warned(8 * kSecond, false) == (std::vector<TimeNs>{8, 16}));
+}
+
 TEST(a_deadlock_is_one_of_ranks_that_no_other_can_end) {
   Coordinator::Options options = Options(4);
   options.stall.deadlock_ns = 10 * kSecond;
