@@ -24,7 +24,7 @@ SLOW_LINK, BUSY_LINK = 0.5, 0.2
 CARRIES = 0.1
 # The slow link keeps others waiting, for its data and for acknowledgements that share its way: they
 # are slow, too, but busy for less than this share of its time.
-GUILTY = 0.8
+GUILTY = 0.9
 # Shares of the time from which on a figure of the kernel is worth a sentence.
 STEAL, QUEUED, SLOWER = 0.1, 0.25, 1.3
 
@@ -222,7 +222,7 @@ def of_links(links: Sequence[Mapping[str, Any]]) -> list[Finding]:
             slow.append((each, typical))
     busiest = max((each["busy_share"] for each, _ in slow), default=0.0)
     found = []
-    for each, typical in sorted(slow, key=lambda pair: pair[0]["speed"]):
+    for each, typical in sorted(slow, key=lambda pair: -pair[0]["busy_share"]):
         if each["busy_share"] < GUILTY * busiest:
             continue
         again = each["retransmits_per_s"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hororing.watch.job import Job
-from hororing.watch.sampler import PERIOD_S, Sample, Sampler
+from hororing.watch.sampler import ARRIVES_S, Sample, Sampler, until_next
 
 _SAMPLER = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
@@ -157,9 +157,7 @@ class Hub:
         self._local.close()
 
     def _run(self) -> None:
-        following = time.monotonic()
-        while not self._ended.wait(max(following - time.monotonic(), 0)):
-            following = max(following + PERIOD_S, time.monotonic())
+        while not self._ended.wait(until_next(ARRIVES_S)):
             began = time.thread_time()
             samples = {"this host": self._local.sample()}
             for name, remote in list(self._remote.items()):

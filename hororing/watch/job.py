@@ -16,6 +16,7 @@ KEPT_S = 3600  # of the time series, at one point per second
 _NOTES = 200
 # Rates of hosts and links are those between the first and the last of so many samples.
 _HOST_SAMPLES = 3
+_BUSY = 0.5  # a share of the time
 # A host without a sample for so long is not seen any more.
 _SILENT_S = 5.0
 # The stacks of ranks that others wait for are asked for again after this time.
@@ -228,26 +229,27 @@ class Job:
         """Connections between ranks, with what they moved since the sample before."""
         rank_of = {(s.sample["sampled_by"], s.sample["pid"]): r for r, s in ranks.items()}
 
-        def at(which: str) -> dict[tuple[Any, Any], dict[str, Any]]:
+        def at(number: int) -> dict[tuple[Any, Any], dict[str, Any]]:
             sides = [
                 (rank_of[host["last"]["host"], each["pid"]], each)
                 for host in self._hosts.values()
-                for each in host[which]["links"]
+                for each in host["past"][max(number, -len(host["past"]))]["links"]
                 if (host["last"]["host"], each["pid"]) in rank_of
             ]
             return {(each["own"], each["other"]): each for each in links.joined(sides)}
 
-        before = at("before")
+        before, latest = at(-_HOST_SAMPLES), at(-2)
         found: dict[tuple[int, int], dict[str, Any]] = {}
-        for key, each in at("last").items():
-            past = before.get(key)
-            if past is None:
+        for key, each in at(-1).items():
+            if key not in before:
                 continue
-            host = self._hosts[ranks[each["rank"]].sample["sampled_by"]]
-            seconds = max(host["last"]["at"] - host["before"]["at"], 1e-3)
-            busy_s = (each["busy_ns"] - past["busy_ns"]) / 1e9
-            sent = each["sent"] - past["sent"]
-            again = (each["retransmits"] - past["retransmits"]) / seconds
+            past = self._hosts[ranks[each["rank"]].sample["sampled_by"]]["past"]
+            seconds, sent, busy_s = _sent(past[0], before[key], past[-1], each)
+            again = (each["retransmits"] - before[key]["retransmits"]) / seconds
+            # A link that was busy in the last second is judged by that second alone.
+            recent = _sent(past[max(-2, -len(past))], latest.get(key, before[key]), past[-1], each)
+            if recent[2] > _BUSY * recent[0]:
+                seconds, sent, busy_s = recent
             pair = (each["rank"], each["peer"])
             of_pair = found.setdefault(pair, {
                 "rank": pair[0], "peer": pair[1],
@@ -328,3 +330,11 @@ class Job:
             f"minutes: {why}, by {max(more[part], 0.0) * 1e3:.1f} ms."
         )
         return [Finding("slower", text, [], part)]
+
+
+def _sent(
+    of: dict[str, Any], first: dict[str, Any], at: dict[str, Any], last: dict[str, Any]
+) -> tuple[float, int, float]:
+    """Of a connection, between two samples of its host: s, bytes, s in which it was busy."""
+    seconds = max(at["at"] - of["at"], 1e-3)
+    return seconds, last["sent"] - first["sent"], (last["busy_ns"] - first["busy_ns"]) / 1e9

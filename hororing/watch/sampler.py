@@ -23,6 +23,9 @@ from hororing._engine.recorder import Head
 from hororing.watch import kernel, links
 
 PERIOD_S = 1.0
+# Samples of other hosts are taken at whole seconds of the clock, and compared so much later, when
+# they have come: on a host whose clock is wrong, a finding takes up to a second longer.
+ARRIVES_S = 0.2
 # New processes, and new sockets of known ones, are looked for this often.
 _SEARCH_EVERY_S = 2.0
 # A rank whose counters have not moved for so long has its events read, which takes 1 ms.
@@ -192,6 +195,12 @@ class Sampler:
         os.close(self._ranks.pop(pid).file)
 
 
+def until_next(after_s: float = 0.0) -> float:
+    """Seconds until the next sample is due; not again at once, if a wait was a little short."""
+    left = PERIOD_S - (time.time() - after_s) % PERIOD_S
+    return left if left > PERIOD_S / 10 else left + PERIOD_S
+
+
 def main() -> None:
     """Print samples until standard input ends."""
     parser = argparse.ArgumentParser()
@@ -199,10 +208,9 @@ def main() -> None:
     parser.add_argument("--this-host", action="store_true")
     arguments = parser.parse_args()
     sampler = Sampler(arguments.job, this_host=arguments.this_host)
-    following = time.monotonic()
     while True:
         print(json.dumps(sampler.sample()), flush=True)
-        following = max(following + PERIOD_S, time.monotonic())
+        following = time.monotonic() + until_next()
         while (left := following - time.monotonic()) > 0:
             if select.select([sys.stdin], [], [], left)[0]:
                 words = os.read(0, 4096).decode().split()

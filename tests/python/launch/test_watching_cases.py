@@ -1,6 +1,6 @@
 """Stragglers, hangs and slow links at seeded places are named rightly (docs/watching.md).
 
-Full tier, 6 min. HORORING_TEST_SEED repeats a series.
+100 cases. Full tier, 10 min, or 7 with `-n 2`. HORORING_TEST_SEED repeats a series.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import mpirun
 import pytest
 from test_watching import Told
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
-SIZE, CASES = 4, 24
+SIZE, CASES = 4, 75
 RANK = """
 import os, sys, time
 import numpy as np
@@ -83,14 +83,14 @@ def test_seeded_stragglers_and_hangs_are_named_rightly(tmp_path: Path):
     rightly = f"{CASES - len(wrong)} of {CASES} named rightly"
     print(f"seed {seed}: {rightly}; median {took[CASES // 2]:.1f} s, slowest {took[-1]:.1f} s")
     assert not wrong, f"seed {seed}: {wrong}"
-    assert took[CASES // 2] < 3  # s; 2.0 on an idle machine
+    assert took[CASES // 2] < 2  # s; on an idle machine, the slowest, too
 
 
 def quiet(told: Told) -> None:
     """Wait until nobody is late or missing, for two samples."""
     calm = 0
     end = time.monotonic() + 60
-    while calm < 10 and time.monotonic() < end:
+    while calm < 5 and time.monotonic() < end:
         calm = calm + 1 if not guilty(told) else 0
         time.sleep(0.2)
 
@@ -118,7 +118,7 @@ def first(told: Told, kind: str) -> dict[str, Any]:
 # Slow links: in the network of the first of three hosts, as hosts.sh starts it.
 
 
-LINK_CASES = 9
+LINK_CASES = 25
 AGENT = "PRTE_MCA_plm_ssh_agent"  # of hosts.sh
 LINK_RANK = """
 import time
@@ -167,6 +167,7 @@ def watch_links(hostfile: str, seed: int, script: str) -> None:
     median = took[LINK_CASES // 2]
     print(f"seed {seed}: {rightly}; median {median:.1f} s, slowest {took[-1]:.1f} s", *wrong)
     assert not wrong
+    assert median < 2
 
 
 def wait_for_links(told: Told, slow: bool) -> list[dict[str, Any]]:
@@ -202,7 +203,7 @@ def test_seeded_slow_links_are_named_rightly(tmp_path: Path):
     watcher.chmod(0o755)
     done = subprocess.run(
         [mpirun.HOSTS, "1,1,1", "-r", "400mbit", watcher],
-        capture_output=True, text=True, timeout=400, check=False,
+        capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
