@@ -55,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--latency", type=seconds, default=0.0, help="of a message between hosts, such as 20us"
     )
     parser.add_argument("--ranks-per-host", type=int, help="default: as recorded")
+    parser.add_argument(
+        "--input-rate", type=float, metavar="SAMPLES",
+        help="a second that the source of the data delivers to all ranks together; with --batch",
+    )  # fmt: skip
+    parser.add_argument("--batch", type=int, help="samples of a rank in a recorded step")
     parser.add_argument("--plot", metavar="FILE", help="weak and strong scaling: .png, .pdf, .svg")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
@@ -65,6 +70,7 @@ def run(chosen: argparse.Namespace) -> int:
         found = predict(
             read_profile(chosen.timeline), chosen.ranks, bits_per_s=chosen.network,
             latency_s=chosen.latency, ranks_per_host=chosen.ranks_per_host,
+            samples_per_s=chosen.input_rate, batch=chosen.batch,
         )  # fmt: skip
         print(json.dumps(found.as_dict(), indent=1) if chosen.json else found)
         if chosen.plot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class Point:
     high_s: float
     efficiency: float  # the time of computing over that of a step
     strong_speedup: float  # of the recorded ranks' batch, divided among these ranks
-    lost: dict[str, float]  # stragglers, bandwidth, latency: the share that a step would save
+    lost: dict[str, float]  # stragglers, bandwidth, latency, input: what a step would save
 
 
 @dataclass(frozen=True)
@@ -87,21 +87,20 @@ class Prediction:
                 f"at {net.outer_bandwidth / _PAYLOAD * 8e-9:g} Gbit/s and "
                 f"{net.outer_alpha_s * 1e6:g} us, {net.ranks_per_host} ranks per host"
             )
+        lost = [*self.points[0].lost] if self.points else []
         lines = [
             f"recorded: {self.ranks} ranks on {self.hosts} host{'s' * (self.hosts > 1)}, "
             f"{self.steps} steps of {1e3 * self.recorded_s:.1f} ms; their replay takes "
             f"{1e3 * self.replayed_s:.1f} ms ({off:+.0%})" + ", and the rest is added" * (off < 0),
             f"predicted {where}; a step loses:",
-            "ranks  step (ms)    80 % of them  efficiency  stragglers  bandwidth  latency  "
-            "strong speed-up",
+            f"ranks  step (ms)    80 % of them  efficiency  {'  '.join(lost)}  strong speed-up",
         ]
         for p in self.points:
-            lost = [f"{p.lost[name]:.0%}" for name in ("stragglers", "bandwidth", "latency")]
+            shares = "  ".join(f"{p.lost[name]:>{len(name)}.0%}" for name in lost)
             spread = f"{1e3 * p.low_s:.1f}-{1e3 * p.high_s:.1f}"
             lines.append(
                 f"{p.ranks:>5}  {1e3 * p.step_s:>9.1f}  {spread:>14}  {p.efficiency:>10.0%}"
-                f"  {lost[0]:>10}  {lost[1]:>9}  {lost[2]:>7}"
-                f"  {p.strong_speedup:>15.2f}"
+                f"  {shares}  {p.strong_speedup:>15.2f}"
             )
         lines.append(self.limit or f"scales to {self.points[-1].ranks} ranks")
         if self.remedies:
@@ -179,6 +178,8 @@ def predict(
     bits_per_s: float | None = None,
     latency_s: float = 0.0,
     ranks_per_host: int | None = None,
+    samples_per_s: float | None = None,
+    batch: int | None = None,
     seed: int = 0,
 ) -> Prediction:
     """Predict the steps of a recorded training on other numbers of ranks.
@@ -192,6 +193,9 @@ def predict(
         with a core for each.
     ranks_per_host : int, optional
         Default: as recorded.
+    samples_per_s, batch : float and int, optional
+        What the source of the data delivers to all ranks together, and the samples of a rank in a
+        recorded step; both, or None: input takes part of the recorded time of computing, no more.
 
     Raises
     ------
@@ -201,6 +205,13 @@ def predict(
         raise ValueError(f"ranks={ranks}, {bits_per_s} bit/s and {latency_s} s: out of range")
     if ranks_per_host is not None and ranks_per_host < 1:
         raise ValueError(f"ranks_per_host={ranks_per_host} must be at least 1")
+    if (samples_per_s is None) != (batch is None) or min(
+        (1 if each is None else each) for each in (samples_per_s, batch)
+    ) <= 0:
+        raise ValueError(
+            f"samples_per_s={samples_per_s}, batch={batch}: both, above 0, or neither (how fast "
+            "data comes for all ranks, and the samples of a rank in a step)"
+        )
     network = network_of(profile, bits_per_s, latency_s, ranks_per_host)
     size = len(profile.hosts)
     compute = float(np.mean(profile.compute_s))
@@ -209,8 +220,9 @@ def predict(
     here = network_of(profile, None, 0.0, None)
     again = step_times(profile, here, size, seed=seed, cost=own)
     rest_s = max(0.0, float(np.median(profile.step_s) - np.median(again)))
-    points = [_point(profile, network, n, compute, rest_s, seed) for n in ranks]
-    most = ranks[-1]
+    input_s = batch / samples_per_s if samples_per_s and batch else 0.0
+    case = _Case(profile, rest_s, input_s, seed)
+    points = [_point(case, network, n, compute) for n in ranks]
     return Prediction(
         hosts=len({*profile.hosts}),
         ranks=size,
@@ -221,27 +233,44 @@ def predict(
         replayed_s=float(np.median(again)),
         points=points,
         limit=_limit(points, compute),
-        remedies=_remedies(profile, network, most, rest_s, seed),
+        remedies=_remedies(case, network, ranks[-1]),
     )
 
 
-def _point(
-    profile: Profile, network: Network, ranks: int, compute: float, rest_s: float, seed: int
-) -> Point:
-    took = step_times(profile, network, ranks, seed=seed) + rest_s
+@dataclass(frozen=True)
+class _Case:
+    """A recording, what its replay lacks in a step, and the input of a rank's batch, in s."""
+
+    profile: Profile
+    rest_s: float
+    input_s: float
+    seed: int
+
+    def steps(self, network: Network, ranks: int, variant: Variant | None = None) -> Array:
+        """Seconds of steps; data that comes too slowly for all ranks ends them later."""
+        took = step_times(self.profile, network, ranks, variant, seed=self.seed) + self.rest_s
+        part = variant.compute if variant else 1.0  # of the batch
+        found: Array = np.maximum(took, self.input_s * ranks * part)
+        return found
+
+
+def _point(case: _Case, network: Network, ranks: int, compute: float) -> Point:
+    took = case.steps(network, ranks)
     mean = float(np.mean(took))
     others = {
-        "stragglers": step_times(profile, network, ranks, Variant(even=True), seed=seed),
-        "bandwidth": step_times(profile, without_bytes(network), ranks, seed=seed),
-        "latency": step_times(profile, without_latency(network), ranks, seed=seed),
+        "stragglers": case.steps(network, ranks, Variant(even=True)),
+        "bandwidth": case.steps(without_bytes(network), ranks),
+        "latency": case.steps(without_latency(network), ranks),
     }
-    divided = Variant(compute=len(profile.hosts) / ranks)
-    strong = step_times(profile, network, ranks, divided, seed=seed) + rest_s
+    if case.input_s:
+        others["input"] = replace(case, input_s=0.0).steps(network, ranks)
+    divided = Variant(compute=len(case.profile.hosts) / ranks)
+    strong = case.steps(network, ranks, divided)
     low, high = np.quantile(took, _QUANTILES)
     return Point(
         ranks, float(np.median(took)), float(low), float(high), compute / mean,
-        float(np.mean(profile.step_s) / np.mean(strong)),
-        {name: max(0.0, 1 - float(np.mean(each + rest_s)) / mean) for name, each in others.items()},
+        float(np.mean(case.profile.step_s) / np.mean(strong)),
+        {name: max(0.0, 1 - float(np.mean(each)) / mean) for name, each in others.items()},
     )  # fmt: skip
 
 
@@ -258,14 +287,12 @@ def _limit(points: list[Point], compute: float) -> str:
     return ""
 
 
-def _remedies(
-    profile: Profile, network: Network, ranks: int, rest_s: float, seed: int
-) -> dict[str, tuple[float, float, float]]:
+def _remedies(case: _Case, network: Network, ranks: int) -> dict[str, tuple[float, float, float]]:
     """The gain of each in samples per second, the largest first; its spread is over steps."""
-    now = step_times(profile, network, ranks, seed=seed) + rest_s
+    now = case.steps(network, ranks)
     found = {}
     for name, (variant, samples) in REMEDIES.items():
-        then = step_times(profile, network, ranks, variant, seed=seed) + rest_s
+        then = case.steps(network, ranks, variant)
         count = len(then) // 8 * 8
         # Means of 8 steps, as local steps have no time of their own.
         gains = samples * _means(now[:count]) / np.maximum(_means(then[:count]), 1e-12)

@@ -118,6 +118,21 @@ def test_bandwidth_and_latency_are_told_apart(tmp_path):
     assert again.points[0].step_s == pytest.approx(again.recorded_s, rel=0.05)
 
 
+def test_input_ends_the_scaling_where_data_comes_too_slowly(tmp_path):
+    profile = read_profile(timeline(tmp_path / "t.json"))  # 12.15 ms
+    found = predict(profile, [2, 8, 64], bits_per_s=1e12, samples_per_s=20_000, batch=16)
+    # 64 ranks take 1,024 samples in a step, for which the source needs 51.2 ms.
+    assert found.points[2].step_s == pytest.approx(51.2e-3)
+    assert found.points[0].lost["input"] == 0
+    assert found.limit.endswith("because of input")
+    assert not {"twice the batch per rank", "int8 gradients (Compression.int8)"} & {*found.remedies}
+    assert "latency  input  strong" in str(found)
+    assert "input" not in predict(profile, [2, 8]).points[0].lost
+    for wrong in ({"batch": 16}, {"samples_per_s": 1e3}, {"batch": 0, "samples_per_s": 1e3}):
+        with pytest.raises(ValueError, match=r"batch=.*: both, above 0, or neither"):
+            predict(profile, [2], **wrong)
+
+
 def test_the_engines_rule():
     def cost(nbytes):
         return 1.0 + nbytes
