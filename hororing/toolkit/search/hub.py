@@ -73,6 +73,7 @@ class Hub:
         self._of_rank = {rank: each for each in self._sets for rank in each.ranks}
         self._replaceable, self._timeout_s, self._record = replaceable, timeout_s, record
         self.outcomes: list[Outcome] = []
+        self._unrecorded: list[tuple[Assignment, Outcome]] = []
         self._spans: dict[int, list[tuple[float, float]]] = {r: [] for r in self._of_rank}
 
     def run(self) -> None:
@@ -139,7 +140,18 @@ class Hub:
             self._connections[rank].send(message)
 
     def _assign_all(self) -> None:
-        """Give each free set a trial, if there is one."""
+        """Give each free set a trial, if there is one; then record what has ended.
+
+        Each write may wait for rank 0's training to release the interpreter, for 5 ms.
+        """
+        try:
+            self._assign_free()
+        finally:
+            for trial, outcome in self._unrecorded:
+                self._record(trial, outcome)
+            self._unrecorded.clear()
+
+    def _assign_free(self) -> None:
         for number, each in enumerate(self._sets):
             if each.trial is not None:
                 continue
@@ -245,7 +257,7 @@ class Hub:
             each.ranks, time.monotonic() - each.begun, trial.key and trial.key[0], trial.parent,
         )  # fmt: skip
         self.outcomes.append(outcome)
-        self._record(trial, outcome)
+        self._unrecorded.append((trial, outcome))
 
     def _shares(self) -> tuple[float, float]:
         """The share of the time in which ranks trained, and the longest time between two trials."""

@@ -17,7 +17,7 @@ import session
 import tiers
 
 import hororing.numpy as hvd
-from hororing.toolkit.search import Range, hub, search
+from hororing.toolkit.search import Range, call, hub, search
 from hororing.toolkit.tracking import read_run
 
 optuna = pytest.importorskip("optuna")
@@ -150,6 +150,16 @@ def case_records_and_a_study_that_goes_on():
     values = {each.number: each.value for each in found.trials}
     assert [run.metrics["value"].last[0] for run in runs[3:]] == [values[n] for n in (3, 4, 5)]
     assert all(set(run.config) == {"x", "kind"} and run.head["ranks"] == 2 for run in runs)
+    hvd.barrier()
+    # Records are written while the next trial runs.
+    plain = call._recorder
+    call._recorder = lambda *given: lambda *ended: (plain(*given)(*ended), time.sleep(0.6))
+    try:
+        found = search(SPACE, distance, trials=2, ranks_per_trial=4, scheduler=None, folder=folder)
+    finally:
+        call._recorder = plain
+    assert found.gap_s < 0.5
+    assert len(found.trials) == 2
     hvd.barrier()
     if hvd.rank() == 0:
         shutil.rmtree(folder)
