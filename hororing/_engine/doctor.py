@@ -153,14 +153,18 @@ def missing(recordings: Iterable[recorder.Recording]) -> list[str]:
     lines = []
     for job, ranks in jobs.items():
         prefix = f"job {job}: " if len(jobs) > 1 else ""
+        alike: dict[tuple[str, str, str], list[str]] = {}
         for request in sorted(set().union(*ranks.values())):
             have = [rank for rank, waits in ranks.items() if request in waits]
             lack = [rank for rank, waits in ranks.items() if request not in waits]
             if lack:
                 members = ", as far as they belong to it" if recorder.OF_SET in request else ""
-                lines.append(
-                    f"{prefix}{request}: submitted by {_list(have)}, not by {_list(lack)}{members}"
-                )
+                alike.setdefault((_list(have), _list(lack), members), []).append(request)
+        for (submitted, missed, members), requests in alike.items():
+            more = f" and {len(requests) - 1} more" if len(requests) > 1 else ""
+            lines.append(
+                f"{prefix}{requests[0]}{more}: submitted by {submitted}, not by {missed}{members}"
+            )
     return lines
 
 

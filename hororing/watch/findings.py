@@ -20,10 +20,12 @@ EXPLAINS = 0.4
 # A link is slow if it moves bytes at less than this share of the others' speed, while it is busy
 # for so much of the time.
 SLOW_LINK, BUSY_LINK = 0.5, 0.2
+# One that is nearly slow may be the reason that another one is.
+NEARLY_SLOW = 0.75
 # A link that carries less than this share of the busiest one's bytes carries control messages only.
 CARRIES = 0.1
 # The slow link keeps others waiting, for its data and for acknowledgements that share its way: they
-# are slow, too, but busy for less than this share of its time.
+# are slow, too, but busy for less than this share of its time, or lead to the host that sends it.
 GUILTY = 0.9
 # Shares of the time from which on a figure of the kernel is worth a sentence.
 STEAL, QUEUED, SLOWER = 0.1, 0.25, 1.3
@@ -127,6 +129,11 @@ def _cause(of: Seen, by: float, others: list[Seen]) -> tuple[str, str]:
     }
     cause = max(parts, key=lambda name: parts[name])
     part = _ms(max(min(parts[cause], by), 0.0))
+    if parts[cause] < EXPLAINS * by and own.queued_share > QUEUED and own.queued_s > by:
+        return "core", (
+            f"Like the others, it waits for a core, for {own.queued_share:.0%} of the time, and "
+            "gets its turn later: its host has more processes than cores."
+        )
     if parts[cause] < EXPLAINS * by:
         return "idle", (
             "It neither computes nor queues for a core more than they do: it sleeps, or waits for "
@@ -216,10 +223,16 @@ def of_links(links: Sequence[Mapping[str, Any]]) -> list[Finding]:
     most = max((each["bytes_per_s"] for each in links), default=0.0)
     data = [each for each in links if each["bytes_per_s"] > CARRIES * most]
     slow: list[tuple[Mapping[str, Any], float]] = []
+    nearly = []
     for each in data:
         typical = upper_median([x["speed"] for x in data if x is not each])
-        if each["busy_share"] > BUSY_LINK and each["speed"] <= SLOW_LINK * typical:
-            slow.append((each, typical))
+        if each["busy_share"] > BUSY_LINK and each["speed"] <= NEARLY_SLOW * typical:
+            nearly.append(each)
+            if each["speed"] <= SLOW_LINK * typical:
+                slow.append((each, typical))
+    causes = [pair for pair in slow if not any(_waits_for(pair[0], each) for each in nearly)]
+    if causes or len(nearly) > len(slow):  # else they wait for one another
+        slow = causes
     busiest = max((each["busy_share"] for each, _ in slow), default=0.0)
     found = []
     for each, typical in sorted(slow, key=lambda pair: -pair[0]["busy_share"]):
@@ -234,6 +247,12 @@ def of_links(links: Sequence[Mapping[str, Any]]) -> list[Finding]:
         )
         found.append(Finding("link", text, [each["rank"], each["peer"]], "link"))
     return found
+
+
+def _waits_for(link: Mapping[str, Any], slow: Mapping[str, Any]) -> bool:
+    """Whether the acknowledgements of a link share the way of a slow one, to a third host."""
+    shares = link["peer_host"] == slow["host"] and slow["peer_host"] != link["host"]
+    return bool(shares and slow["busy_share"] >= GUILTY * link["busy_share"])
 
 
 def of_hosts(hosts: Iterable[Mapping[str, Any]], ranks: Mapping[int, Seen]) -> list[Finding]:

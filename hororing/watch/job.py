@@ -27,6 +27,12 @@ _LOGGED_S = 600
 # move as many bytes, to this share, are alike: an evaluation is no slow training.
 _USUAL_S, _RECENT_S, _LEAST_POINTS, _ALIKE = 600, 10, 10, 0.75
 _PARTS = ("own_s", "waited_s", "batch_s")  # of a step, in the series
+_KERNEL = {
+    "cpu_s": "they compute for longer",
+    "queued_s": "other processes have their cores",
+    "disk_s": "they wait for a disk",
+    "throttled_s": "the quota of their control group stops them (cpu.max)",
+}
 
 
 class Job:
@@ -286,6 +292,8 @@ class Job:
             )
         }  # fmt: skip
         point["own_s"] = max(own, default=0.0)
+        for name in _KERNEL:
+            point[name] = lower_median([getattr(each, name) for each in rates])
         point["waited_s"] = max((each.waited_s for each in rates), default=0.0)
         point["batch_s"] = lower_median([each.batch_s for each in rates])
         point["late_s"] = max((each["late_s"] for each in state["ranks"]), default=0.0)
@@ -317,14 +325,20 @@ class Job:
         if recent["step_s"] < findings.SLOWER * before_s:
             return []
         more = {
-            name: recent[name] - lower_median([each[name] for each in usual]) for name in _PARTS
+            name: recent[name] - lower_median([each[name] for each in usual])
+            for name in (*_PARTS, *_KERNEL)
         }
-        part = max(more, key=lambda name: more[name])
+        part = max(_PARTS, key=lambda name: more[name])
         why = {
-            "own_s": "ranks take longer outside hororing (computing, data)",
+            "own_s": "ranks take longer outside hororing",
             "waited_s": "ranks wait longer for a late one",
             "batch_s": "moving and reducing the data takes longer (links, memory, cores)",
         }[part]
+        if part == "own_s":
+            cause = max(_KERNEL, key=lambda name: more[name])
+            explains = more[cause] > findings.EXPLAINS * more[part]
+            outside = "they sleep, or wait for something else, such as their data loader"
+            why += f" ({_KERNEL[cause] if explains else outside})"
         text = (
             f"steps take {recent['step_s'] * 1e3:.1f} ms, {before_s * 1e3:.1f} ms in the last "
             f"minutes: {why}, by {max(more[part], 0.0) * 1e3:.1f} ms."

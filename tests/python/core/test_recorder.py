@@ -225,6 +225,9 @@ def test_what_only_some_ranks_have_submitted_is_listed():
     first = rank(0, ("submitted", "a"), ("done", "a"), ("submitted", "b"), ("submitted", "c"))
     second = rank(1, ("submitted", "c"), ("submitted", "d"), ("agreed", "d"))
     assert doctor.missing([first, second]) == ["b: submitted by rank 0, not by rank 1"]
+    many = rank(0, *(("submitted", each) for each in "abcx"))
+    few = rank(1, ("submitted", "x"))
+    assert doctor.missing([many, few]) == ["a and 2 more: submitted by rank 0, not by rank 1"]
     of_set = f"b{recorder.OF_SET}1"
     third, fourth = rank(2, ("submitted", of_set)), rank(3)
     listed = f"{of_set}: submitted by rank 2, not by rank 3, as far as they belong to it"

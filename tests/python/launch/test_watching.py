@@ -23,6 +23,7 @@ import hororun_jobs
 import pytest
 
 from hororing.watch import hub, links, metrics, page, sampler
+from hororing.watch import job as job_module
 from hororing.watch.findings import Seen, of_hosts, of_late_ranks, of_links, of_waits
 from hororing.watch.rates import Rates
 
@@ -246,6 +247,10 @@ def test_the_cause_of_lateness_is_the_figure_that_explains_it(cause: str, own: d
     assert (found.ranks, found.cause) == ([1], cause)
     assert found.text.startswith("rank 1 is late: by 50.0 ms in a step of 100.0 ms, in which ranks")
     assert of_late_ranks({0: seen(), 1: seen(waited_s=0.045)}) == []
+    # Where all wait for a core, the one that is a little later does not sleep.
+    full = {rank: seen(queued_s=0.05, queued_share=0.5) for rank in range(3)}
+    (found,) = of_late_ranks({**full, 3: seen(waited_s=0.035, queued_s=0.05, queued_share=0.5)})
+    assert found.cause == "core"
 
 
 def test_without_steps_lateness_is_that_of_a_second():
@@ -283,6 +288,13 @@ def test_a_slow_link_and_a_host_without_cores_are_named():
     assert found.ranks == [1, 2]
     assert "rank 1 (h1) sends rank 2 (h2) 20 MB/s" in found.text
     assert of_links([link(0, 1e8, 0.9), link(1, 9e7, 0.9)]) == []
+    # Link 0 is slow since acknowledgements wait where rank 1 sends; link 2 is fast.
+    (found,) = of_links([link(0, 2e7, 0.9), link(1, 3e7, 0.85), link(2, 1e8, 0.1)])
+    assert found.ranks == [1, 2]
+    assert of_links([link(0, 2e7, 0.9), link(1, 7e7, 0.85), link(2, 1e8, 0.1)]) == []
+    back = {**link(1, 2e7, 0.8), "peer": 0, "peer_host": "h0"}  # between two hosts: the busier one
+    (other,) = of_links([link(0, 2e7, 0.6), back, link(2, 1e8, 0.1)])
+    assert other.ranks == [1, 0]
     # Rank 2 is late, because its data comes late.
     (late,) = of_late_ranks({0: seen(), 1: seen(), 2: seen(waited_s=0.0)}, [found])
     assert late.cause == "link"
@@ -290,6 +302,28 @@ def test_a_slow_link_and_a_host_without_cores_are_named():
     host = {"host": "h", "cores": 2, "steal_share": 0.3}
     (found,) = of_hosts([host], {0: seen()})
     assert "the hypervisor takes 30%" in found.text
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"own_s": 0.05, "cpu_s": 0.04}, "outside hororing (they compute for longer), by 50.0 ms"),
+        ({"own_s": 0.05, "cpu_s": 0.01}, "such as their data loader), by 50.0 ms"),
+        ({"own_s": 0.01, "queued_s": 0.01, "batch_s": 0.04}, "moving and reducing the data takes"),
+    ],
+)
+def test_what_has_grown_in_slower_steps_is_named(more: dict[str, float], why: str):
+    names = ("own_s", "waited_s", "batch_s", "cpu_s", "queued_s", "disk_s", "throttled_s")
+    usual = {"step_s": 0.1, **dict.fromkeys(names, 0.01)}
+    watched = job_module.Job("j")
+    watched.points.extend({**usual, "at": float(second)} for second in range(40))
+    assert watched._slower() == []
+    watched.points.append(
+        {**usual, "at": 41.0, "step_s": 0.15, **{n: 0.01 + more[n] for n in more}}
+    )
+    (found,) = watched._slower()
+    assert found.text.startswith("steps take 150.0 ms, 100.0 ms in the last minutes: ")
+    assert why in found.text
 
 
 def test_a_process_without_a_rank_is_not_shown_yet(monkeypatch: pytest.MonkeyPatch):
