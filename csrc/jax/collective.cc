@@ -4,8 +4,6 @@
 // calls in any order, which may differ between ranks: requests match by name. Attributes of a call
 // are those that hororing/jax/_ffi/primitive.py gives it.
 #include <cstring>
-#include <map>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -70,7 +68,7 @@ struct Given {
     numbers = static_cast<const double*>(static_cast<const XlaArray*>(all.values[2])->data);
   }
 
-  enum Integer { kCollective, kProcessSet, kOp, kRoot, kWeighted, kProgram, kIntegers };
+  enum Integer { kCollective, kProcessSet, kOp, kRoot, kWeighted, kIntegers };
   enum Number { kPrescale, kPostscale, kWeight };
   int32_t Integer(Integer which) const { return static_cast<int32_t>(integers[which]); }
 
@@ -84,48 +82,6 @@ XlaError* WrongVersion(const XlaApi* api) {
   return MakeError(api, HR_INVALID_ARGUMENT,
                    "this program was compiled for another version of hororing; clear JAX's "
                    "persistent compilation cache");
-}
-
-// Note [Instances]. A program that calls a jitted or rematerialised function twice has two custom
-// calls of one name. XLA asks for their state once each while it compiles, in the order of its
-// schedule, which ranks with equal programs share. The state is what distinguishes their requests:
-// the end of the name, "" or a number from 2.
-
-constexpr char kStateName[] = "hororing_instance";
-int64_t state_type = 0;  // XLA's number of it
-
-void DestroyInstance(void* instance) { delete static_cast<std::string*>(instance); }
-// `instance`: to set it; null: to get it.
-XlaState StateOf(const XlaCall& call, const std::string* instance) {
-  const int minor = call.api->version.minor;
-  const size_t words = minor >= 3 || (minor == 1 && instance != nullptr) ? 4 : 3;
-  XlaState state{{sizeof(XlaHead) + words * sizeof(void*), nullptr}, {call.context}};
-  const void** next = &state.words[minor >= 3 ? 2 : 1];  // stage 0, of instantiation, is between
-  *next++ = &state_type;
-  *next++ = instance;
-  if (words == 4 && minor == 1) *next = reinterpret_cast<const void*>(DestroyInstance);
-  return state;
-}
-
-XlaError* NumberInstance(XlaCall* call) {
-  static std::mutex mutex;
-  static auto& counts = *new std::map<std::pair<int64_t, std::string>, int>;  // guarded by mutex
-  static const XlaTypeInfo info{{sizeof(XlaTypeInfo), nullptr}, DestroyInstance};
-  const Given given(call->attributes);
-  if (!given.valid) return WrongVersion(call->api);
-  const std::lock_guard<std::mutex> lock(mutex);
-  const int minor = call->api->version.minor;
-  if (state_type == 0) {
-    XlaTypeRegister type{{minor >= 2 ? sizeof(type) : offsetof(XlaTypeRegister, info), nullptr},
-                         {kStateName, sizeof(kStateName) - 1},
-                         &state_type,
-                         &info};
-    if (XlaError* error = call->api->type_register(&type)) return error;
-  }
-  const int number = ++counts[{given.integers[Given::kProgram], given.name}];
-  auto* const instance = new std::string(number == 1 ? "" : "#" + std::to_string(number));
-  XlaState state = StateOf(*call, instance);
-  return call->api->state_set(&state);
 }
 
 // Memory for a result that the core allocates, whose size depends on other ranks.
@@ -158,10 +114,6 @@ class Execution {
 
   XlaError* Run() {
     if (!given_.valid) return WrongVersion(call_->api);
-    XlaState state = StateOf(*call_, nullptr);
-    if (XlaError* error = call_->api->state_get(&state)) return error;
-    const void* const instance = state.words[call_->api->version.minor >= 3 ? 3 : 2];
-    name_ = given_.name + *static_cast<const std::string*>(instance);
     ReadAttributes();
     ReadTensors();
     // Alone in flight: most often the only request of a program.
@@ -176,7 +128,7 @@ class Execution {
  private:
   void ReadAttributes() {
     request_.collective = given_.Integer(Given::kCollective);
-    request_.name = name_.c_str();
+    request_.name = given_.name.c_str();
     request_.process_set = given_.Integer(Given::kProcessSet);
     request_.op = given_.Integer(Given::kOp);
     request_.root = given_.Integer(Given::kRoot);
@@ -223,7 +175,7 @@ class Execution {
       const XlaBuffer& result = *call_->results.buffers[i];
       rooms.push_back({result.data, BytesOf(result), result.dimensions[0]});
     }
-    return [api = call_->api, name = name_, rooms](int64_t handle) {
+    return [api = call_->api, name = given_.name, rooms](int64_t handle) {
       XlaError* error = nullptr;
       for (size_t i = 0; i < rooms.size() && error == nullptr; ++i) {
         error = TakeResult(api, name, handle, static_cast<int32_t>(i), rooms[i]);
@@ -235,7 +187,6 @@ class Execution {
   XlaCall* const call_;
   const Given given_;
   hr_request request_{};
-  std::string name_;
   double weight_ = 0;
   std::vector<hr_tensor> tensors_;
   int64_t bytes_ = 0;
@@ -247,9 +198,6 @@ class Execution {
 #pragma GCC visibility push(default)
 extern "C" {
 using namespace hororing::jax;
-XlaError* hororing_jax_instantiate(XlaCall* call) {
-  return AnswerMetadata(call) ? nullptr : NumberInstance(call);
-}
 XlaError* hororing_jax_execute(XlaCall* call) {
   return AnswerMetadata(call) ? nullptr : Execution(call).Run();
 }

@@ -83,23 +83,6 @@ struct XlaFutureCall {
   XlaFuture* future;
   XlaError* error;  // passes to XLA
 };
-struct XlaTypeInfo {
-  XlaHead head;
-  void (*destroy)(void* state);
-};
-struct XlaTypeRegister {
-  XlaHead head;
-  XlaSpan name;
-  int64_t* type;            // in: 0, out: the number of the new type
-  const XlaTypeInfo* info;  // from version 0.2
-};
-
-// To set and to get the state that a call of a program keeps. Members, as far as a version has them
-// (0.1 | 0.2 | 0.3), in words: context; stage (0.3); type; state; destroy (0.1, to set).
-struct XlaState {
-  XlaHead head;
-  const void* words[4];
-};
 struct XlaApi {
   XlaHead head;
   XlaVersion version;
@@ -107,11 +90,7 @@ struct XlaApi {
   XlaError* (*error_create)(XlaErrorCreate*);
   void* unused[3];
   void* stream_get;
-  XlaError* (*type_register)(XlaTypeRegister*);
-  void* context_get;
-  XlaError* (*state_set)(XlaState*);
-  XlaError* (*state_get)(XlaState*);
-  void* unused_too[4];
+  void* unused_too[8];
   XlaError* (*future_create)(XlaFutureCall*);
   XlaError* (*future_set_available)(XlaFutureCall*);
   XlaError* (*future_set_error)(XlaFutureCall*);

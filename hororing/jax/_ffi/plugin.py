@@ -29,12 +29,8 @@ def load(library: Path, target: str) -> Any:
         raise _refused(library, "it is too old")
     try:
         loaded = ctypes.CDLL(str(library))
-        execute, instantiate = loaded.hororing_jax_execute, loaded.hororing_jax_instantiate
-        handlers = {
-            "execute": jax.ffi.pycapsule(execute),
-            "instantiate": jax.ffi.pycapsule(instantiate),
-        }
-        jax.ffi.register_ffi_target(target, handlers, platform="cpu")
+        handler = jax.ffi.pycapsule(loaded.hororing_jax_execute)
+        jax.ffi.register_ffi_target(target, handler, platform="cpu")
     except Exception as error:  # XLA refuses the version of the interface, or the file is missing
         raise _refused(library, str(error)) from None
     return loaded

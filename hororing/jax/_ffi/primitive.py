@@ -27,6 +27,7 @@ from hororing._requests.names import naming
 from hororing._requests.process_sets import check_member, rank_and_size
 from hororing._requests.verbs.reducescatter import rows_of
 from hororing.jax._ffi.call import Call
+from hororing.jax._ffi.lowered import note_request
 from hororing.jax._ffi.plugin import TARGET
 from hororing.jax._ffi.program import program_of
 
@@ -162,7 +163,8 @@ _request.def_abstract_eval(_shapes)
 
 def _lower(ctx: Any, *operands: Any, call: Call, weighted: bool) -> Any:
     _check_devices(ctx.module_context.axis_context, call)
-    program = program_of(ctx.module_context)
+    note_request(ctx.module_context, call.verb)
+    name = program_of(ctx.module_context).name_of(call)
     alike = call.collective in (ALLREDUCE, BROADCAST, BARRIER)
     lower = jax.ffi.ffi_lowering(
         TARGET,
@@ -172,12 +174,12 @@ def _lower(ctx: Any, *operands: Any, call: Call, weighted: bool) -> Any:
     return lower(
         ctx,
         *operands,
-        name=program.name_of(call),
+        name=name,
         # struct Given of csrc/jax/collective.cc
         integers=np.array(
             [
                 call.collective, check_member(call.process_set, call.verb), call.op, call.root,
-                1 if weighted else 0 if call.weight is None else 2, program.number,
+                1 if weighted else 0 if call.weight is None else 2,
             ],
             np.int64,
         ),

@@ -13,21 +13,17 @@ device, a program when those have ended that the same thread called before.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from typing import Any, Final
+from typing import Any
 
 from hororing._requests import names
 from hororing.jax._ffi.call import Call
-
-_numbers: Final = itertools.count(1)
 
 
 class Program:
     """The names that one lowered program has given."""
 
     def __init__(self, name: str) -> None:
-        self.number = next(_numbers)  # of this process: other ranks may compile other programs
         self._name = name
         self._counts: Counter[str] = Counter()
         self._sites: dict[str, str] = {}

@@ -136,12 +136,34 @@ def case_loops_branches_and_rematerialisation():
 
 
 def case_one_function_called_again_has_other_names():
-    inner = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))
-    # Large and many enough to be in flight together: XLA runs small programs in their order.
-    program = jax.jit(lambda x: [inner(x * at) for at in range(1, 17)])
-    for _ in range(10):
-        for at, result in enumerate(program(jnp.ones(1 << 16)), 1):
+    def total(x):
+        return hvd.allreduce(x, op=hvd.Sum)
+
+    inner, again = jax.jit(total), jax.checkpoint(total)
+
+    @jax.jit
+    def program(x, matrix):
+        results = []
+        for at in range(1, 17):
+            y = x * at
+            if (at + RANK) % 2:  # other programs on other ranks, which XLA runs in another order
+                for _ in range(3 + 5 * RANK):
+                    matrix = jnp.tanh(matrix @ matrix)
+                y = y + matrix[0, 0] * 0
+            results.append((inner, again)[at // 8 % 2](y))
+        return results
+
+    x, matrix = jnp.ones(5), jnp.ones((60, 60)) * 0.01
+    if RANK == 0:
+        program.lower(x, matrix).compile()  # which gives its requests no other names
+    for _ in range(20):
+        for at, result in enumerate(program(x, matrix), 1):
             assert (np.asarray(result) == at * SIZE).all()
+    scans = jax.jit(
+        lambda x: [jax.lax.scan(lambda c, x: (c, total(x)), 0, x * k) for k in range(4)]
+    )
+    for at, (_, result) in enumerate(scans(jnp.ones((3, 2)))):
+        assert (np.asarray(result) == at * SIZE).all()
 
 
 def case_vmap_communicates_whole_batches():
@@ -295,7 +317,7 @@ def case_a_guard_names_the_leaf_that_differs():
         hvd.guard(repaired, 12, every=2)
 
 
-test_case = session.on_ranks(globals(), 1, 2, 4, push=[2], session="jax")
+test_case = session.on_ranks(globals(), 1, 2, 3, 4, push=[2], session="jax")
 
 
 ENDS_EARLY = """
