@@ -85,45 +85,16 @@ def case_several_passes_are_added_up():
 
 
 def case_ranks_equal_one_process_with_the_whole_batch():
-    """A small transformer block, float32: losses agree to 1e-5."""
-    key = jax.random.split(jax.random.key(0), 6)
-    shapes = {"qkv": (16, 48), "out": (16, 16), "up": (16, 64), "down": (64, 16), "head": (16, 11)}
-    params = {
-        name: jax.random.normal(k, shape, jnp.float32) * shape[0] ** -0.5
-        for k, (name, shape) in zip(key, shapes.items(), strict=False)
-    }
-    embedding = jax.random.normal(key[5], (11, 16), jnp.float32)
-    text = np.random.default_rng(3).integers(0, 11, (20, 8, 13))  # step, sample, position
+    """A small transformer, float32: losses agree to 1e-5."""
+    import jax_transformer as model
 
-    def loss_of_text(params, tokens):
-        x = embedding[tokens[:, :-1]]
-        q, k, v = jnp.split(x @ params["qkv"], 3, -1)
-        scores = jnp.einsum("bid,bjd->bij", q, k) / 4
-        causal = jnp.tril(jnp.ones(scores.shape[1:], bool))
-        attention = jax.nn.softmax(jnp.where(causal, scores, -1e9))
-        x = x + attention @ v @ params["out"]
-        x = x + jax.nn.gelu(x @ params["up"]) @ params["down"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], tokens[:, 1:])
-        return losses.mean()
-
-    def losses(tx, share, average):
-        @jax.jit
-        def step(params, state, tokens):
-            loss, gradients = jax.value_and_grad(loss_of_text)(params, tokens)
-            updates, state = tx.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state, average(loss)
-
-        now, state, found = params, tx.init(params), []
-        for tokens in text:
-            now, state, loss = step(now, state, tokens[share])
-            found.append(float(loss))
-        return found
-
-    alone = losses(optax.adam(1e-2), slice(None), lambda loss: loss)
-    mine = slice(RANK, None, SIZE)
-    together = losses(hvd.DistributedOptimizer(optax.adam(1e-2)), mine, hvd.metric_average)
+    alone = model.losses(optax.adam(1e-2), lambda tokens: tokens)
+    together = model.losses(
+        hvd.DistributedOptimizer(optax.adam(1e-2)), lambda tokens: tokens[RANK::SIZE],
+        hvd.metric_average,
+    )  # fmt: skip
     np.testing.assert_allclose(together, alone, rtol=1e-5)
-    assert alone[-1] < alone[0] - 0.05
+    assert np.mean(together[-5:]) < np.mean(together[:5])
 
 
 def case_reduced_gradients_without_optax():
@@ -206,4 +177,4 @@ def case_batch_normalisation_equals_that_of_the_whole_batch():
         NnxSyncBatchNorm(5, rngs=nnx.Rngs(0), axis_name="i")
 
 
-test_case = session.on_ranks(globals(), 1, 2, push=[], session="jax")
+test_case = session.on_ranks(globals(), 1, 2, 3, 4, push=[], session="jax")
