@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -28,8 +29,9 @@ def reduce_gradients(gradients: Any, prefix: str, settings: Reduction, weight: A
         return gradients
     paths, structure = jax.tree_util.tree_flatten_with_path(gradients)
     leaves = [arrays.checked(leaf, prefix) for _, leaf in paths]
-    names = [f"{prefix}{jax.tree_util.keystr(path)}" for path, _ in paths]
-    parts = _parts(leaves, settings.groups)
+    keys = [jax.tree_util.keystr(path) for path, _ in paths]
+    names = [f"{prefix}{key}" for key in keys]
+    parts = _parts(leaves, keys, settings.groups)
     results = reduce_parts(leaves, names, parts, prefix, settings, weight)
     return jax.tree_util.tree_unflatten(structure, results)
 
@@ -58,21 +60,41 @@ def reduce_parts(
 
 
 def check_groups(what: str, groups: Any) -> None:
-    """Raise NotImplementedError for lists of variables, which JAX has not."""
-    if isinstance(groups, list | tuple):
-        raise NotImplementedError(
-            f"{what}: groups must be a number: arrays of JAX have no identity by which lists could "
-            "name them"
-        )
+    """Raise TypeError for lists of something else than paths."""
+    for member in itertools.chain(*groups) if isinstance(groups, list | tuple) else ():
+        if not isinstance(member, str):
+            raise TypeError(
+                f"{what}: groups must be a number, or lists of paths such as \"['dense']\", "
+                f"not of {type(member).__name__}: arrays of JAX have no identity"
+            )
 
 
-def _parts(leaves: Sequence[Any], wanted: Any) -> list[list[int]]:
-    """Return places of leaves that are reduced together."""
+def _parts(leaves: Sequence[Any], keys: Sequence[str], wanted: Any) -> list[list[int]]:
+    """Return places of leaves that are reduced together; `keys` are the paths of the leaves."""
     count = len(leaves)
-    if wanted:
+    if isinstance(wanted, int):
         parts = min(wanted, count)
+        if not parts:
+            return in_groups(leaves, range(count))
         return [list(range(count * at // parts, count * (at + 1) // parts)) for at in range(parts)]
-    return in_groups(leaves, range(count))
+    group_of: dict[int, int] = {}
+    for number, members in enumerate(wanted):
+        for member in members:
+            found = [at for at, key in enumerate(keys) if _is_below(key, member)]
+            if not found:
+                raise ValueError(
+                    f"groups[{number}]: no gradient is at {member!r}; they are at {', '.join(keys)}"
+                )
+            if twice := [keys[at] for at in found if at in group_of]:
+                raise ValueError(f"groups[{number}]: {twice[0]} occurs in groups twice")
+            group_of.update(dict.fromkeys(found, number))
+    named = [[at for at in group_of if group_of[at] == number] for number in range(len(wanted))]
+    return named + in_groups(leaves, [at for at in range(count) if at not in group_of])
+
+
+def _is_below(key: str, subtree: str) -> bool:
+    """Whether the leaf at `key` is `subtree` or a part of it."""
+    return key == subtree or (key.startswith(subtree) and key[len(subtree)] in "[.")
 
 
 def in_groups(leaves: Sequence[Any], places: Sequence[int]) -> list[list[int]]:
@@ -98,7 +120,7 @@ def DistributedGrad(
     op: int = Average,
     compression: type[Compressor] = NoneCompressor,
     gradient_predivide_factor: float = 1.0,
-    groups: int | None = None,
+    groups: int | Sequence[Sequence[str]] | None = None,
     process_set: ProcessSet = global_process_set,
     weight: Any = None,
 ) -> Callable[..., Any]:
@@ -148,7 +170,7 @@ def value_and_grad(
     op: int = Average,
     compression: type[Compressor] = NoneCompressor,
     gradient_predivide_factor: float = 1.0,
-    groups: int | None = None,
+    groups: int | Sequence[Sequence[str]] | None = None,
     process_set: ProcessSet = global_process_set,
     weight: Any = None,
 ) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +34,7 @@ def DistributedOptimizer(
     gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
-    groups: int | None = None,
+    groups: int | Sequence[Sequence[str]] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Return `optimizer` with an `update` that first reduces the gradients over the ranks.
@@ -62,9 +62,10 @@ def DistributedOptimizer(
         The sum over the passes is divided by their number.
     num_groups : int
         Deprecated form of `groups`.
-    groups : int, optional
-        The number of groups of gradients, each of which is reduced as a whole. When omitted, groups
-        of about 8 MiB, the last layers first.
+    groups : int or list of list of str, optional
+        The number of groups of gradients, each of which is reduced as a whole; or lists of paths of
+        leaves or subtrees, as ``jax.tree_util.keystr`` writes them: ``[["['head']", ".scale"]]``.
+        When omitted, and for what is in no list, groups of about 8 MiB, the last layers first.
     process_set : ProcessSet
         The ranks that take part. Others use the optimizer as it is.
 

@@ -257,6 +257,7 @@ def case_no_thread_is_left_after_shutdown():
 
 def case_the_blocks_of_the_page():
     pytest.importorskip("optax")
+    pytest.importorskip("orbax.checkpoint")
     page = (Path(__file__).parents[3] / "docs/jax.md").read_text("utf-8")
     names = {}
     for block in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):

@@ -61,7 +61,9 @@ def case_an_optimizer_averages_sums_and_weighs():
     assert trained(1, mine)["b"]["d"] == pytest.approx(-mean_of(ranks))
     assert trained(1, mine, op=hvd.Sum)["b"]["d"] == pytest.approx(-sum(ranks))
     for options in (
-        {"groups": 2}, {"gradient_predivide_factor": 2.0}, {"compression": hvd.Compression.bf16}
+        {"groups": 2}, {"groups": [["['b']"]]},
+        {"groups": [["['a']", "['b']['d']"], ["['b']['c']"]]},
+        {"gradient_predivide_factor": 2.0}, {"compression": hvd.Compression.bf16}
     ):  # fmt: skip
         found = trained(1, mine, **options)
         assert found["a"][0, 0] == pytest.approx(1 - mean_of(ranks), rel=0.01)
@@ -131,8 +133,15 @@ def case_wrong_arguments_of_an_optimizer():
         hvd.DistributedOptimizer(object())
     with pytest.raises(ValueError, match="must be at least 1"):
         hvd.DistributedOptimizer(optax.sgd(1.0), backward_passes_per_step=0)
-    with pytest.raises(NotImplementedError, match="groups must be a number"):
+    with pytest.raises(TypeError, match=r"or lists of paths such as .* not of int"):
         hvd.DistributedOptimizer(optax.sgd(1.0), groups=[[1]])
+    if SIZE > 1:
+        for groups, text in (
+            ([["['b']['x']"]], r"groups\[0\]: no gradient is at .*; they are at \['a'\], \['b'\]"),
+            ([["['b']"], ["['b']['c']"]], r"groups\[1\]: \['b'\]\['c'\] occurs in groups twice"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                trained(1, [1.0], groups=groups)
 
 
 def case_batch_normalisation_equals_that_of_the_whole_batch():
