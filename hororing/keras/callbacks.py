@@ -12,8 +12,9 @@ from hororing._adapters import fit_callbacks
 from hororing._engine.state import size
 from hororing.guard.options import from_environment
 from hororing.keras.backends import backend
-from hororing.keras.distributed import WRONG_ORDER, Distributed
+from hororing.keras.distributed import Distributed, shared_variables
 from hororing.keras.guard import GuardCallback
+from hororing.keras.state import WRONG_ORDER
 from hororing.keras.values import broadcast_variables
 
 
@@ -64,7 +65,7 @@ class BroadcastGlobalVariablesCallback(fit_callbacks.Broadcast, keras.callbacks.
             self._guard.on_train_batch_end(batch, logs)
 
     def _states(self, optimizer: Any) -> Sequence[Any]:
-        return () if optimizer is None else optimizer.variables
+        return shared_variables(optimizer)
 
     def _build(self, optimizer: Any) -> None:
         if not optimizer.built:

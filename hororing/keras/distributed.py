@@ -8,12 +8,13 @@ with the whole batch. op=Adasum reduces changes of variables (Maleki et al. 2020
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import keras
 from keras import ops
@@ -34,27 +35,11 @@ from hororing._requests.arguments import (
 )
 from hororing._requests.process_sets import global_process_set
 from hororing.elastic.variables import Stepper
-from hororing.keras.backends import Accumulator, backend
-from hororing.keras.flags import Flags, both, is_maximum
+from hororing.keras.backends import Totals, backend
+from hororing.keras.flags import both, is_maximum
+from hororing.keras.state import WRONG_ORDER, State, check_is_here, has_failed
 
-Update = Callable[[list[Any], Any], Any]  # of gradients and their weight, or None
-
-
-class _State:
-    """The state of a distributed optimizer that Keras neither saves nor tracks."""
-
-    def __init__(self, first_iteration: int = 0) -> None:
-        self.first_iteration = first_iteration  # when it became distributed
-        self.was_called = False  # Keras has called `apply` or `stateless_apply`
-        self.stateless = False  # `stateless_apply` is about to call `apply`
-        self.local_variables: list[Any] = []
-        self.local_layers: Sequence[Any] = ()
-        self.accumulator: Accumulator | None = None
-        self.places: list[int] = []  # of the variables whose gradients it adds up
-        self.stepper: Stepper | None = None
-        self.check: ReplicaCheck | None = None
-        self.flags: Flags | None = None
-        self.weight: Any = None  # a function or a variable; None: all ranks count the same
+T = TypeVar("T")
 
 
 class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no types
@@ -65,14 +50,14 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
     built: bool
 
     @property
-    def _hororing(self) -> _State:
-        state: _State = self.__dict__.setdefault("_hororing_state", _State())
+    def _hororing(self) -> State:
+        state: State = self.__dict__.setdefault("_hororing_state", State())
         return state
 
     def _become_distributed(self, local_layers: Sequence[Any]) -> None:
         # A variable that is made while a graph is traced is empty until the graph runs.
         count = ops.convert_to_numpy(self.iterations)
-        self.__dict__["_hororing_state"] = _State(int(count) if count.size else 0)
+        self.__dict__["_hororing_state"] = State(int(count) if count.size else 0)
         self._hororing.local_layers = local_layers
         if membership.is_elastic():
             self._hororing.stepper = backend().stepper()
@@ -123,11 +108,14 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         Raises
         ------
         ValueError : for a number that is negative or not finite, and for an op other than Average.
-        RuntimeError : the train step was made without a weight.
-        NotImplementedError : on JAX.
+        RuntimeError : the train step was made without a weight; on JAX: during `fit`, not through
+            ``self.model.optimizer`` of a callback.
         """
         weight = self._hororing.weight
-        return ops.convert_to_numpy(weight).item() if isinstance(weight, keras.Variable) else weight
+        if not isinstance(weight, keras.Variable):
+            return weight
+        check_is_here(weight)
+        return ops.convert_to_numpy(weight).item()
 
     @weight.setter
     def weight(self, weight: Any) -> None:
@@ -137,10 +125,8 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         if weight is None:
             state.weight = None
             return
-        if not self._takes_weights or keras.backend.backend() == "jax":
-            raise NotImplementedError(
-                "optimizer: weight is for DistributedOptimizer on TensorFlow and torch only"
-            )
+        if not self._takes_weights:
+            raise NotImplementedError("optimizer: weight is for DistributedOptimizer only")
         if settings.op != Average:
             raise ValueError(
                 f"optimizer: weight is for op=Average only, not op={op_name(settings.op)}"
@@ -153,8 +139,36 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         if not 0 <= number < math.inf:
             raise ValueError(f"optimizer: weight={weight} must be finite and not negative")
         if not isinstance(state.weight, keras.Variable):  # a train step reads variables each time
-            state.weight = keras.Variable(number, trainable=False, dtype="float64", name="weight")
+            kind = backend().weight_type()
+            state.weight = keras.Variable(number, trainable=False, dtype=kind, name="weight")
+            state.own += backend().track(self, [state.weight])
+        check_is_here(state.weight)
         state.weight.assign(number)
+
+    @property
+    def variables(self) -> list[Any]:
+        """What a train step changes. Files do not have what is this rank's own."""
+        known: list[Any] = super().variables
+        own = {id(each) for each in self._hororing.own if self._hororing.hides_own}
+        return [each for each in known if id(each) not in own]
+
+    def save_own_variables(self, store: Any) -> None:
+        """Write the state to a file that loads without hororing."""
+        with self._hidden():
+            super().save_own_variables(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Read the state from a file."""
+        with self._hidden():
+            super().load_own_variables(store)
+
+    @contextlib.contextmanager
+    def _hidden(self) -> Iterator[None]:
+        self._hororing.hides_own = True
+        try:
+            yield
+        finally:
+            self._hororing.hides_own = False
 
     # -- what Keras calls -----------------------------------------------------------------------
 
@@ -182,6 +196,9 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
         self._check_variables_are_known(variables)  # before other ranks wait
+        if (state.accumulator or state.weight is not None) and backend().is_stateless(grads):
+            self._apply_in_scope(grads, variables)
+            return
 
         def update(totals: list[Any], weight: Any) -> None:
             if self._settings.op != Adasum or not self._settings.reduces:
@@ -196,10 +213,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
                     else:
                         self.stepper.take(lambda: apply(reduced, trainable_variables), reduced)
 
-                if due is None:
-                    step()
-                else:
-                    backend().choose(due, step, lambda: None)
+                _if(due, step, lambda: None)
                 return
             totals = self._reduced_maxima(totals, variables, self._settings)
             combined = self._combined_variables(variables)
@@ -209,7 +223,8 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
             for variable, value in zip(combined, after, strict=True):
                 variable.assign(value)
 
-        self._every_nth(grads, variables, update, lambda: None)
+        due, take = self._added_up(grads, variables)
+        _if(due, lambda: update(*take()), lambda: None)
 
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
@@ -223,7 +238,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         if len(before) != len(variables):
             stateless_apply(own, grads, before)  # raises Keras' error
 
-        def plain(totals: list[Any]) -> tuple[list[Any], list[Any]]:
+        def plain(totals: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
             state.stateless = True
             try:
                 weights, others = stateless_apply(own, totals, before)
@@ -231,10 +246,12 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
                 state.stateless = False
             return list(weights), list(others)
 
-        def update(totals: list[Any], weight: None) -> tuple[list[Any], list[Any]]:
+        def update(totals: list[Any], weight: Any, own: list[Any]) -> tuple[list[Any], list[Any]]:
             if self._settings.op != Adasum or not self._settings.reduces:
-                return plain(self._reduced(totals, variables))
-            weights, others = plain(self._reduced_maxima(totals, variables, self._settings))
+                due, reduced = self._weighted(totals, variables, weight)
+                return _if(due, lambda: plain(reduced, own), lambda: (before, own))
+            totals = self._reduced_maxima(totals, variables, self._settings)
+            weights, others = plain(totals, own)
             combined = self._combined_variables(variables)
             places = [at for at, each in enumerate(variables) if any(each is c for c in combined)]
             after = self._combine_changes(
@@ -244,10 +261,32 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
                 weights[at] = value
             return weights, others
 
-        result: tuple[list[Any], list[Any]] = self._every_nth(
-            list(grads), variables, update, lambda: (before, own)
-        )
-        return result
+        (due, take), own = self._within(own, lambda: self._added_up(list(grads), variables))
+
+        def step() -> tuple[list[Any], list[Any]]:
+            (totals, weight), after = self._within(own, take)
+            return update(totals, weight, after)
+
+        return _if(due, step, lambda: (before, own))
+
+    def _apply_in_scope(self, grads: list[Any], variables: Sequence[Any]) -> None:
+        """Update variables that Keras has given a scope, as those of a MultiOptimizer on JAX."""
+        now = [variable.value for variable in variables]
+        values = self.stateless_apply([each.value for each in self.variables], grads, now)
+        for variable, value in zip(
+            [*variables, *self.variables], itertools.chain(*values), strict=True
+        ):
+            variable.assign(value)
+
+    def _within(self, values: list[Any], function: Callable[[], T]) -> tuple[T, list[Any]]:
+        """Call `function`, for which the optimizer's variables have these values.
+
+        Return its result and the values after it.
+        """
+        mapping = list(zip(self.variables, values, strict=True))
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            result = function()
+        return result, [scope.get_current_value(variable) for variable in self.variables]
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """End `model.fit`. RuntimeError if it trained without a single reduction.
@@ -257,7 +296,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         var_list = list(var_list)
         super().finalize_variable_values(var_list)
         state = self._hororing
-        if not self._settings.reduces or not var_list:
+        if not self._settings.reduces or not var_list or has_failed(sys._getframe(1)):
             return
         if state.was_called:
             self._compare_variables()
@@ -301,24 +340,20 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
     # -- the parts of an update -----------------------------------------------------------------
 
     def _make_accumulator(self, variables: Any) -> None:
-        if self._settings.passes > 1 and self._hororing.accumulator is None:
+        state = self._hororing
+        if self._settings.passes > 1 and state.accumulator is None:
             maxima = [is_maximum(variable) for variable in variables]
-            self._hororing.accumulator = backend().accumulator(variables, maxima, self._settings)
+            state.accumulator = backend().accumulator(variables, maxima, self._settings)
+            state.own += backend().track(self, state.accumulator.variables)
 
-    def _every_nth(
-        self,
-        grads: list[Any],
-        variables: Sequence[Any],
-        update: Update,
-        otherwise: Callable[[], Any],
-    ) -> Any:
-        """Add up gradients; every `passes` calls, `update` with the totals."""
+    def _added_up(self, grads: list[Any], variables: Sequence[Any]) -> Totals:
+        """Add up gradients. Return whether they are due (None: always), and what takes them."""
         accumulator, weight = self._hororing.accumulator, self._hororing.weight
         if weight is not None:
             weight = weight if isinstance(weight, keras.Variable) else weight()
-            weight = ops.cast(ops.convert_to_tensor(weight), "float64")
+            weight = ops.cast(ops.convert_to_tensor(weight), backend().weight_type())
         if accumulator is None:
-            return update(grads, weight)
+            return None, lambda: (grads, weight)
         places = [self._get_variable_index(variable) for variable in variables]
         if self._hororing.places not in ([], places):
             raise ValueError(
@@ -326,8 +361,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
                 "same variables; make an optimizer for each part that is updated in turns"
             )
         self._hororing.places = places
-        due, take = accumulator.add(grads, places, weight)
-        return backend().choose(due, lambda: update(*take()), otherwise)
+        return accumulator.add(grads, places, weight)
 
     def _reduced(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients reduced over the ranks, except for those of local variables."""
@@ -447,54 +481,15 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         return [part for part in result if part]
 
 
-WRONG_ORDER = (
-    "a LossScaleOptimizer around a distributed optimizer would let one rank skip a reduction that "
-    "the others wait for; wrap the other way round: DistributedOptimizer(LossScaleOptimizer("
-    "optimizer)). Under the policy mixed_float16, set it before DistributedOptimizer is called, "
-    "which then does that itself"
-)
+def _if(due: Any, action: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    """Call `action` if `due`, or None."""
+    return action() if due is None else backend().choose(due, action, otherwise)
 
 
-def wrapped(
-    optimizer: Any,
-    settings: Settings,
-    local_layers: Iterable[Any] = (),
-    mixin: type[Distributed] = Distributed,
-    **namespace: Any,
-) -> Any:
-    """Make `optimizer` itself distributed and return it, or its LossScaleOptimizer.
-
-    Its class is made of `mixin`, the optimizer's own class and `namespace`.
-    """
-    if not isinstance(optimizer, keras.Optimizer):
-        of_keras_2 = type(optimizer).__module__.startswith("tf_keras.")
-        remedy = "; tf_keras needs hororing.tensorflow.keras, and TF_USE_LEGACY_KERAS=1"
-        raise TypeError(
-            f"optimizer must be an optimizer of Keras 3, not {type(optimizer).__name__} "
-            f"({optimizer!r}){remedy if of_keras_2 else ''}"
-        )
-    if isinstance(optimizer, Distributed):
-        raise ValueError("optimizer is distributed already; wrap it once")
-    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if scales and isinstance(optimizer.inner_optimizer, Distributed):
-        raise ValueError(WRONG_ORDER)
-    if settings.op == Adasum and getattr(optimizer, "inner_optimizer", optimizer).use_ema:
-        raise ValueError(
-            "use_ema cannot be used with op=Adasum: averages would differ between ranks"
-        )
-    if not scales and keras.config.dtype_policy().name == "mixed_float16":
-        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-    base = type(optimizer)
-    namespace |= {
-        "__module__": base.__module__,
-        "__doc__": base.__doc__,
-        "_settings": settings,
-        "apply": backend().not_rewritten(Distributed.apply),
-        # Keras writes this class into files, which then load without hororing; `isinstance` and
-        # `type` use the real one.
-        "__class__": property(lambda self: base),
+def shared_variables(optimizer: Any) -> list[Any]:
+    """Return the variables of an optimizer, or None, without what each rank has of its own."""
+    parts = (optimizer, *getattr(optimizer, "optimizers", ()))  # of a MultiOptimizer
+    own = {
+        id(each) for part in parts if isinstance(part, Distributed) for each in part._hororing.own
     }
-    # Bypasses Keras' __setattr__, which would compare classes first.
-    object.__setattr__(optimizer, "__class__", type(base.__name__, (mixin, base), namespace))
-    backend().outside_graphs(lambda: optimizer._become_distributed(tuple(local_layers)))
-    return optimizer
+    return [each for each in getattr(optimizer, "variables", ()) if id(each) not in own]

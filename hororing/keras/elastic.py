@@ -34,6 +34,7 @@ from hororing.elastic import run_fn
 from hororing.elastic.loop import reset
 from hororing.elastic.variables import ModelState
 from hororing.keras.backends import backend
+from hororing.keras.distributed import shared_variables
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:  # type: ignore[no-redef]
@@ -62,6 +63,9 @@ class KerasState(ModelState):
 
     def _array(self, variable: Any) -> Any:
         return ops.convert_to_numpy(variable)
+
+    def _variables(self) -> list[Any]:
+        return [*self.model.weights, *shared_variables(self.optimizer)]
 
 
 class CommitStateCallback(elastic_callbacks.CommitState, keras.callbacks.Callback):  # type: ignore[misc]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from hororing._adapters.optimizer_options import Settings, checked_settings
 from hororing.keras.backends import backend
 from hororing.keras.callbacks import velocities
-from hororing.keras.distributed import Distributed, wrapped
+from hororing.keras.distributed import Distributed
+from hororing.keras.wrapping import wrapped
 
 __all__ = ["Distributed", "Settings", "backend", "checked_settings", "velocities", "wrapped"]

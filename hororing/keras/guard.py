@@ -21,7 +21,7 @@ from hororing.guard import Finding, Watch
 from hororing.guard.comparison import Bytes, Item
 from hororing.guard.options import checked
 from hororing.guard.watch import Note
-from hororing.keras.distributed import Distributed
+from hororing.keras.distributed import Distributed, shared_variables
 from hororing.keras.flags import Flags
 
 
@@ -71,7 +71,7 @@ class _Variables:
                 self._excluded.setdefault(own[id(variable)], []).append(name)
             else:
                 yield "parameter" if variable.trainable else "buffer", variable
-        for variable in getattr(optimizer, "variables", ()):
+        for variable in shared_variables(optimizer):
             if id(variable) not in own:
                 yield "optimizer" if variable.shape else "setting", variable
 

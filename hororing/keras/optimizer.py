@@ -12,7 +12,7 @@ from hororing._adapters.optimizer_options import checked_settings
 from hororing._requests.arguments import Average
 from hororing._requests.compression import Compressor, NoneCompressor
 from hororing._requests.process_sets import ProcessSet, global_process_set
-from hororing.keras.distributed import wrapped
+from hororing.keras.wrapping import wrapped
 
 
 def DistributedOptimizer(

@@ -16,13 +16,15 @@ from hororing._adapters.optimizer_options import Settings
 from hororing.elastic.variables import Stepper
 
 F = TypeVar("F", bound=Callable[..., Any])
-# Whether the totals of gradients are due, and a function that returns and resets them and the sum
-# of their weights, if they have some.
+# Whether the totals of gradients are due (None: always), and a function that returns and resets
+# them and the sum of their weights, if they have some.
 Totals = tuple[Any, Callable[[], tuple[list[Any], Any]]]
 
 
 class Accumulator(Protocol):
     """Adds up the gradients of several calls."""
+
+    variables: Sequence[Any]  # that it keeps them in
 
     def add(self, gradients: Sequence[Any], places: Sequence[int], weight: Any = None) -> Totals:
         """Add gradients, or None, of the variables at `places`; with weights, keep their mean."""
@@ -51,6 +53,18 @@ class Backend(Protocol):
         self, variables: Sequence[Any], maxima: Sequence[bool], settings: Settings
     ) -> Accumulator:
         """Return an accumulator, due every `settings.passes` calls; of maxima if marked."""
+
+    def track(self, optimizer: Any, variables: Sequence[Any]) -> Sequence[Any]:
+        """Let a train step change variables of our own. Return those that became the optimizer's.
+
+        None do where a train step may assign any variable.
+        """
+
+    def is_stateless(self, gradients: Sequence[Any]) -> bool:
+        """Whether a branch of the step that is traced must return what it changes."""
+
+    def weight_type(self) -> str:
+        """Return the data type of weights: the widest floating-point numbers."""
 
     def choose(self, due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
         """Call `update` if `due`, else `otherwise`, and return the result."""

@@ -1,4 +1,4 @@
-"""Adds up gradients in Keras variables: for frameworks in which a train step may assign some.
+"""Adds up gradients in Keras variables.
 
 With weights, the sums are weighted means of the passes so far, as in
 hororing/torch/_optimizer/weights.py.
@@ -16,9 +16,9 @@ from hororing._adapters.optimizer_options import Settings
 
 
 class VariableAccumulator:
-    """`Accumulator` for TensorFlow and torch. Its variables are not the optimizer's.
+    """See `Accumulator`. Its variables are not saved.
 
-    So they are not saved, and a file saved in the middle of a step loads without hororing.
+    So a file that is saved in the middle of a step loads without hororing.
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class VariableAccumulator:
         maxima: Sequence[bool],
         settings: Settings,
         dense: Callable[[Any], Any],
+        weight_type: str = "float64",
     ) -> None:
         self._maxima = maxima
         self._passes = settings.passes
@@ -46,8 +47,9 @@ class VariableAccumulator:
             initializer="zeros", shape=(), dtype="int32", trainable=False, name="gradient_count"
         )
         self._weight = keras.Variable(
-            initializer="zeros", shape=(), dtype="float64", trainable=False, name="sum_of_weights"
+            initializer="zeros", shape=(), dtype=weight_type, trainable=False, name="sum_of_weights"
         )
+        self.variables = [*self._sums, self._count, self._weight]
         # Variables that have had gradients. Ranks must agree on these, also in a graph.
         self._live: set[int] = set()
 
@@ -85,7 +87,8 @@ class VariableAccumulator:
         """Forget all gradients."""
         self._weight.assign(0)
         for place in self._live:
-            self._sums[place].assign(ops.zeros_like(self._sums[place]))
+            total = self._sums[place]
+            total.assign(ops.zeros(total.shape, total.dtype))
         self._count.assign(0)
 
     def _total(self, place: int, average: bool) -> Any:

@@ -1,7 +1,4 @@
-"""Keras on JAX: the verbs of hororing.jax, inside the train step that Keras compiles.
-
-Sums over several batches are kept in host memory, by callbacks that JAX keeps in order.
-"""
+"""Keras on JAX: the verbs of hororing.jax, inside the train step that Keras compiles."""
 
 from __future__ import annotations
 
@@ -9,16 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
-from jax.experimental import io_callback
 
 from hororing._adapters.optimizer_options import Settings
 from hororing.jax import errors
 from hororing.jax.gradients import in_groups, reduce_parts
+from hororing.keras.backends.accumulator import VariableAccumulator
 
 F = TypeVar("F", bound=Callable[..., Any])
-_failures: list[Exception] = []  # of the last callback
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def reduce(
@@ -36,67 +30,28 @@ def reduce(
     return reduce_parts(leaves, names, parts, settings.name, settings, settings.weight)
 
 
-class HostAccumulator:
-    """`Accumulator` in host memory, because a traced train step cannot assign variables."""
-
-    def __init__(self, maxima: Sequence[bool], settings: Settings) -> None:
-        self._maxima = maxima
-        self._passes = settings.passes
-        self._average = settings.average_passes
-        self.reset()
-
-    def reset(self) -> None:
-        """See `Accumulator`."""
-        self._sums: dict[int, Array] = {}  # by place
-        self._count = 0
-
-    def add(
-        self, gradients: Sequence[Any], places: Sequence[int], weight: None = None
-    ) -> tuple[Any, Callable[[], tuple[list[Any], None]]]:
-        """See `Accumulator`. On JAX no gradient has a weight."""
-        live = [at for at, gradient in enumerate(gradients) if gradient is not None]
-        tensors = [gradients[at] for at in live]
-
-        def on_host(*arrays: Array) -> list[Any]:
-            return self._add(arrays, [places[at] for at in live])
-
-        flag = jax.ShapeDtypeStruct((), np.bool_)
-        due, *totals = _call(on_host, [flag, *map(_like, tensors)], tensors)
-
-        def take() -> tuple[list[Any], None]:
-            results = list(gradients)
-            for at, total in zip(live, totals, strict=True):
-                results[at] = total
-            return results, None
-
-        return due, take
-
-    def _add(self, arrays: Sequence[Array], places: Sequence[int]) -> list[Any]:
-        for array, place in zip(arrays, places, strict=True):
-            if place not in self._sums:
-                self._sums[place] = np.array(array)
-            elif self._maxima[place]:
-                np.maximum(self._sums[place], array, out=self._sums[place])
-            else:
-                self._sums[place] += array
-        self._count += 1
-        if self._count < self._passes:
-            return [np.asarray(False), *arrays]
-        totals = [
-            (self._sums[place] / self._passes).astype(array.dtype)
-            if self._average and not self._maxima[place]
-            else self._sums[place]
-            for array, place in zip(arrays, places, strict=True)
-        ]
-        self.reset()
-        return [np.asarray(True), *totals]
-
-
 def accumulator(
     variables: Sequence[Any], maxima: Sequence[bool], settings: Settings
-) -> HostAccumulator:
+) -> VariableAccumulator:
     """See `Backend`."""
-    return HostAccumulator(maxima, settings)
+    return VariableAccumulator(variables, maxima, settings, jax.numpy.asarray, weight_type())
+
+
+def track(optimizer: Any, variables: Sequence[Any]) -> Sequence[Any]:
+    """See `Backend`. Train steps get the values of the optimizer's variables, and return them."""
+    for variable in variables:
+        optimizer._track_variable(variable)
+    return variables
+
+
+def is_stateless(gradients: Sequence[Any]) -> bool:
+    """See `Backend`."""
+    return any(isinstance(each, jax.core.Tracer) for each in gradients)
+
+
+def weight_type() -> str:
+    """See `Backend`."""
+    return "float64" if jax.config.jax_enable_x64 else "float32"
 
 
 def choose(due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
@@ -124,31 +79,11 @@ def convert_error(error: Exception) -> Exception | None:
     """See `Backend`."""
     if not isinstance(error, jax.errors.JaxRuntimeError):
         return error
-    return errors.convert_error(error) or (_failures.pop() if _failures else None)
+    return errors.convert_error(error)
 
 
 def prepare(model: Any) -> None:
     """Do nothing: JAX compiles requests."""
-
-
-def _like(tensor: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
-
-
-def _call(function: Callable[..., list[Any]], results: list[Any], tensors: list[Any]) -> list[Any]:
-    """Call `function` with arrays: now, or whenever the traced function runs."""
-    if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
-
-        def with_arrays(*values: Any) -> list[Any]:
-            _failures.clear()
-            try:
-                return function(*(np.asarray(value) for value in values))
-            except Exception as error:  # JAX raises its own exception, with the text
-                _failures.append(error)
-                raise
-
-        return list(io_callback(with_arrays, results, *tensors, ordered=True))
-    return [jax.numpy.asarray(each) for each in function(*map(np.asarray, tensors))]
 
 
 def _check_alone() -> None:

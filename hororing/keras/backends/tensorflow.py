@@ -40,6 +40,21 @@ def accumulator(
     return VariableAccumulator(variables, maxima, settings, tf.convert_to_tensor)
 
 
+def track(optimizer: Any, variables: Sequence[Any]) -> Sequence[Any]:
+    """See `Backend`."""
+    return ()
+
+
+def is_stateless(gradients: Sequence[Any]) -> bool:
+    """See `Backend`."""
+    return False
+
+
+def weight_type() -> str:
+    """See `Backend`."""
+    return "float64"
+
+
 def choose(due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     """See `Backend`."""
     return ops.cond(due, update, otherwise)

@@ -42,6 +42,21 @@ def accumulator(
     return VariableAccumulator(variables, maxima, settings, _dense)
 
 
+def track(optimizer: Any, variables: Sequence[Any]) -> Sequence[Any]:
+    """See `Backend`."""
+    return ()
+
+
+def is_stateless(gradients: Sequence[Any]) -> bool:
+    """See `Backend`."""
+    return False
+
+
+def weight_type() -> str:
+    """See `Backend`."""
+    return "float64"
+
+
 def choose(due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     """See `Backend`."""
     return update() if due else otherwise()

@@ -13,7 +13,7 @@ from hororing.tensorflow.which_keras import is_legacy
 
 if TYPE_CHECKING or not is_legacy():
     from hororing.keras.compression import Compression
-    from hororing.keras.distributed import wrapped
+    from hororing.keras.wrapping import wrapped
     from hororing.keras.optimizer import PartialDistributedOptimizer, load_model
 else:
     from hororing.tensorflow.compression import Compression

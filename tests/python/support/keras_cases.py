@@ -127,10 +127,6 @@ class Counting(keras.Model):
 
 
 def case_ranks_with_different_numbers_of_samples_are_weighted():
-    if BACKEND == "jax":
-        with pytest.raises(NotImplementedError, match="on TensorFlow and torch only"):
-            hvd.DistributedOptimizer(sgd()).weight = 1
-        return
     rank, size, steps = hvd.rank(), hvd.size(), 4
     part = BATCH // (size + 1)
     begin, end = rank * part, (rank + 1) * part if rank + 1 < size else BATCH
@@ -170,12 +166,11 @@ def case_ranks_with_different_numbers_of_samples_are_weighted():
 
 
 def case_each_of_several_passes_has_its_weight():
-    if BACKEND == "jax":
-        return
     rng = np.random.default_rng(mpirun.seed())
-    for average in (False, True):
-        cuts = np.sort(rng.integers(0, BATCH + 1, (5, 2 * hvd.size() - 1)))
-        cuts = np.hstack([np.zeros((5, 1), int), cuts, np.full((5, 1), BATCH)])
+    steps = 2 if BACKEND == "jax" else 5  # JAX compiles for each number of samples
+    for average in (False,) if BACKEND == "jax" else (False, True):
+        cuts = np.sort(rng.integers(0, BATCH + 1, (steps, 2 * hvd.size() - 1)))
+        cuts = np.hstack([np.zeros((steps, 1), int), cuts, np.full((steps, 1), BATCH)])
         expected, model = network(), network()
         optimizer = hvd.DistributedOptimizer(
             sgd(), backward_passes_per_step=2, average_aggregated_gradients=average
@@ -535,10 +530,19 @@ def case_a_multi_optimizer_of_distributed_ones():
     def made_while_keras_traces(wrap):
         return keras.optimizers.MultiOptimizer(lambda variable: wrap(sgd()))
 
-    for kind in (multi, made_while_keras_traces):
+    def passes(plain):
+        return hvd.DistributedOptimizer(
+            plain, backward_passes_per_step=2, average_aggregated_gradients=True
+        )
+
+    for kind, wrap in (
+        (multi, hvd.DistributedOptimizer), (multi, passes),
+        (made_while_keras_traces, hvd.DistributedOptimizer),
+    ):  # fmt: skip
         expected, model = network(), network()
         fit(expected, kind(lambda plain: plain), alone=True)
-        fit(model, kind(hvd.DistributedOptimizer), callbacks=[Broadcast(0)])
+        parts = 2 if wrap is passes else 1
+        fit(model, kind(wrap), parts=parts, callbacks=[Broadcast(0)])
         assert_same_weights(model, expected)
         assert_equal_on_all_ranks(model)
 

@@ -185,7 +185,8 @@ class Hierarchical(Distributed):
     def _slots(self) -> list[Any]:
         """Optimizer variables that each belong to a weight; not the sums over passes."""
         others = [self._iterations, getattr(self, "_learning_rate", None)]
-        own = {id(each) for each in [*others, *getattr(self, "_accumulated_gradients", ())]}
+        others += [*getattr(self, "_accumulated_gradients", ()), *self._hororing.own]
+        own = {id(each) for each in others}
         shapes = {tuple(variable.shape) for variable in self._trainable_variables}
         slots = [variable for variable in self.variables if id(variable) not in own]
         return [each for each in averageable(slots) if tuple(each.shape) in shapes]
