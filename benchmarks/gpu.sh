@@ -104,5 +104,9 @@ part "step-$gpus-nccl" 90 "${by_nccl[@]}" "${launch[@]}" "$gpus" "$python" bench
   ${quick[@]+"${quick[@]}"} --json "$results/gpu_step_$gpus.json"
 part "soak-$gpus-nccl" 60 "${by_nccl[@]}" "${launch[@]}" "$gpus" \
   "$python" benchmarks/gpu_soak.py --seconds "$soak_s"
+if can 'import jax; jax.devices("gpu")'; then
+  part "jax-$gpus-nccl" 60 "${by_nccl[@]}" "${launch[@]}" "$gpus" \
+    "$python" benchmarks/jax_gpu_check.py
+fi
 [[ -n "${FAKE_GPU:-}" ]] || part faults 180 "${by_nccl[@]}" "$python" benchmarks/gpu_faults.py
 exit $failed

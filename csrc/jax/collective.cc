@@ -90,22 +90,29 @@ struct Room {
   int64_t bytes, rows;
 };
 
+// `stream`: of the device with the room; null: it is in host memory.
 XlaError* TakeResult(const XlaApi* api, const std::string& name, int64_t handle, int32_t index,
-                     const Room& room) {
-  hr_result result{};
-  const int code = hr_take_result(handle, index, &result);
-  if (code != HR_OK) return CoreError(api, code);
-  const bool fits = result.bytes == room.bytes;
-  if (fits && room.bytes > 0) {
-    std::memcpy(room.data, reinterpret_cast<const void*>(result.data),
-                static_cast<size_t>(room.bytes));
+                     const Room& room, const uintptr_t* stream) {
+  int64_t rows = 0;
+  int code = hr_result_rows(handle, index, &rows);
+  if (code == HR_OK && rows != room.rows) {
+    return MakeError(api, HR_MISMATCH,
+                     "'" + name + "': in a compiled program all ranks pass equally many rows; " +
+                         "this one expects " + std::to_string(room.rows) +
+                         " rows in all, and there are " + std::to_string(rows) +
+                         ". Call it outside of jax.jit");
   }
-  hr_free(result.data);
-  if (fits) return nullptr;
-  return MakeError(api, HR_MISMATCH,
-                   "'" + name + "': in a compiled program all ranks pass equally many rows; this " +
-                       "one expects " + std::to_string(room.rows) + " rows in all, and there are " +
-                       std::to_string(result.rows) + ". Call it outside of jax.jit");
+  hr_result result{};
+  if (code == HR_OK && stream != nullptr) {
+    code = hr_move_result(handle, index, reinterpret_cast<uintptr_t>(room.data), *stream);
+  } else if (code == HR_OK && (code = hr_take_result(handle, index, &result)) == HR_OK) {
+    if (room.bytes > 0) {
+      std::memcpy(room.data, reinterpret_cast<const void*>(result.data),
+                  static_cast<size_t>(room.bytes));
+    }
+    hr_free(result.data);
+  }
+  return code == HR_OK ? nullptr : CoreError(api, code);
 }
 
 class Execution {
@@ -122,7 +129,35 @@ class Execution {
     const int64_t handle = hr_submit(&request_);
     if (handle < 0) return CoreError(call_->api, static_cast<int>(-handle));
     if (try_at_once) hr_wait(handle, kShort);
-    return CompleteLater(call_, handle, Finish());
+    return CompleteLater(call_, handle, Finish(nullptr));
+  }
+
+  // Returns when the results are in the order of XLA's stream, whatever it has still to compute.
+  // XLA starts the work of a program in one order, which ranks with equal programs share.
+  XlaError* RunOnGpu() {
+    if (!given_.valid) return WrongVersion(call_->api);
+    const XlaApi& api = *call_->api;
+    if (api.head.struct_size < sizeof(XlaApi)) {
+      return MakeError(&api, HR_INVALID_ARGUMENT,
+                       "this version of jaxlib does not tell which GPU runs a compiled function; " +
+                           std::string("install a newer one, such as 0.10"));
+    }
+    XlaStreamGet stream{{sizeof(stream), nullptr}, call_->context, nullptr};
+    if (XlaError* error = api.stream_get(&stream)) return error;
+    XlaDeviceOrdinalGet device{{sizeof(device), nullptr}, call_->context, 0};
+    if (XlaError* error = api.device_ordinal_get(&device)) return error;
+    ReadAttributes();
+    ReadTensors();
+    for (hr_tensor& each : tensors_) each.device = device.ordinal + 1;
+    request_.stream = reinterpret_cast<uintptr_t>(stream.stream);
+    request_.blocking = 1;
+    const int64_t handle = hr_submit(&request_);
+    if (handle < 0) return CoreError(&api, static_cast<int>(-handle));
+    int code = hr_wait(handle, -1);
+    if (code == HR_OK) code = hr_wait_in_stream(handle, request_.stream);
+    XlaError* error = code == HR_OK ? Finish(&request_.stream)(handle) : CoreError(&api, code);
+    hr_release(handle);
+    return error;
   }
 
  private:
@@ -169,16 +204,16 @@ class Execution {
     return request_.collective == HR_ALLGATHER || request_.collective == HR_ALLTOALL;
   }
 
-  TakeResults Finish() const {
+  TakeResults Finish(const uintptr_t* stream) const {
     std::vector<Room> rooms;
     for (size_t i = 0; CoreAllocates() && i < tensors_.size(); ++i) {
       const XlaBuffer& result = *call_->results.buffers[i];
       rooms.push_back({result.data, BytesOf(result), result.dimensions[0]});
     }
-    return [api = call_->api, name = given_.name, rooms](int64_t handle) {
+    return [api = call_->api, name = given_.name, rooms, stream](int64_t handle) {
       XlaError* error = nullptr;
       for (size_t i = 0; i < rooms.size() && error == nullptr; ++i) {
-        error = TakeResult(api, name, handle, static_cast<int32_t>(i), rooms[i]);
+        error = TakeResult(api, name, handle, static_cast<int32_t>(i), rooms[i], stream);
       }
       return error;
     };
@@ -200,6 +235,9 @@ extern "C" {
 using namespace hororing::jax;
 XlaError* hororing_jax_execute(XlaCall* call) {
   return AnswerMetadata(call) ? nullptr : Execution(call).Run();
+}
+XlaError* hororing_jax_execute_on_gpu(XlaCall* call) {
+  return AnswerMetadata(call) ? nullptr : Execution(call).RunOnGpu();
 }
 void hororing_jax_end_threads() { EndThreads(); }
 }

@@ -83,17 +83,29 @@ struct XlaFutureCall {
   XlaFuture* future;
   XlaError* error;  // passes to XLA
 };
+struct XlaStreamGet {
+  XlaHead head;
+  const void* context;
+  void* stream;  // out; on CUDA a CUstream
+};
+struct XlaDeviceOrdinalGet {
+  XlaHead head;
+  const void* context;
+  int32_t ordinal;  // out
+};
 struct XlaApi {
   XlaHead head;
   XlaVersion version;
   const void* internal;
   XlaError* (*error_create)(XlaErrorCreate*);
   void* unused[3];
-  void* stream_get;
+  XlaError* (*stream_get)(XlaStreamGet*);
   void* unused_too[8];
   XlaError* (*future_create)(XlaFutureCall*);
   XlaError* (*future_set_available)(XlaFutureCall*);
   XlaError* (*future_set_error)(XlaFutureCall*);
+  void* run_id_get;  // this and what follows: from version 0.3, see head.struct_size
+  XlaError* (*device_ordinal_get)(XlaDeviceOrdinalGet*);
 };
 struct XlaCall {
   XlaHead head;

@@ -29,8 +29,10 @@ def load(library: Path, target: str) -> Any:
         raise _refused(library, "it is too old")
     try:
         loaded = ctypes.CDLL(str(library))
-        handler = jax.ffi.pycapsule(loaded.hororing_jax_execute)
-        jax.ffi.register_ffi_target(target, handler, platform="cpu")
+        for platform, handler in (
+            ("cpu", loaded.hororing_jax_execute), ("CUDA", loaded.hororing_jax_execute_on_gpu)
+        ):  # fmt: skip
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform=platform)
     except Exception as error:  # XLA refuses the version of the interface, or the file is missing
         raise _refused(library, str(error)) from None
     return loaded

@@ -21,7 +21,7 @@ from jax.interpreters import batching, mlir
 
 from hororing._engine.core import lib
 from hororing._requests import handles
-from hororing._requests.arguments import Adasum
+from hororing._requests.arguments import Adasum, Sum
 from hororing._requests.handles import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from hororing._requests.names import naming
 from hororing._requests.process_sets import check_member, rank_and_size
@@ -161,6 +161,18 @@ def _result(call: Call, at: int, array: Any, rank: int, size: int) -> Any:
 _request.def_abstract_eval(_shapes)
 
 
+def _lower_on_gpu(ctx: Any, *operands: Any, call: Call, weighted: bool) -> Any:
+    """Barriers are sums: they must wait for what the GPU has still to compute."""
+    if weighted:
+        raise NotImplementedError(
+            f"{call.verb}: in a function that is compiled for GPUs, a weight must be a number; or "
+            "divide the sum of the arrays times their weights by the sum of the weights"
+        )
+    if call.collective == BARRIER:
+        call = call._replace(collective=ALLREDUCE, op=Sum)
+    return _lower(ctx, *operands, call=call, weighted=weighted)
+
+
 def _lower(ctx: Any, *operands: Any, call: Call, weighted: bool) -> Any:
     _check_devices(ctx.module_context.axis_context, call)
     note_request(ctx.module_context, call.verb)
@@ -202,15 +214,15 @@ def _check_devices(axes: Any, call: Call) -> None:
 
 # Not cached: each occurrence has a name of its own. JAX 0.5 does not cache, nor know the option.
 _options = inspect.signature(mlir.register_lowering).parameters
-mlir.register_lowering(
-    _request, _lower, platform="cpu", **({"cacheable": False} if "cacheable" in _options else {})
-)
+_own: Final = {"cacheable": False} if "cacheable" in _options else {}
+mlir.register_lowering(_request, _lower, platform="cpu", **_own)
+mlir.register_lowering(_request, _lower_on_gpu, platform="cuda", **_own)
 
 
 def _refuse(ctx: Any, *operands: Any, call: Call, weighted: bool) -> Any:
     raise NotImplementedError(
-        f"{call.verb}: compiled functions that communicate run on the CPU only so far; call it "
-        "outside of jax.jit, or compile for jax.devices('cpu')[0] with jax.default_device"
+        f"{call.verb}: compiled functions that communicate run on CPUs and on GPUs of NVIDIA; call "
+        "it outside of jax.jit, or compile for jax.devices('cpu')[0] with jax.default_device"
     )
 
 

@@ -13,8 +13,8 @@ from hororing.tensorflow.which_keras import is_legacy
 
 if TYPE_CHECKING or not is_legacy():
     from hororing.keras.compression import Compression
-    from hororing.keras.wrapping import wrapped
     from hororing.keras.optimizer import PartialDistributedOptimizer, load_model
+    from hororing.keras.wrapping import wrapped
 else:
     from hororing.tensorflow.compression import Compression
     from hororing.tensorflow.keras._keras2.optimizer import inner_optimizer, load_model, wrapped
