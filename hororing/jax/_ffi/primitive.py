@@ -181,7 +181,10 @@ def _lower(ctx: Any, *operands: Any, call: Call, weighted: bool) -> Any:
     lower = jax.ffi.ffi_lowering(
         TARGET,
         has_side_effect=True,
-        operand_output_aliases={at: at for at in range(len(ctx.avals_out))} if alike else None,
+        # In place, except for the program's arguments, which XLA would have to copy.
+        operand_output_aliases={
+            at: at for at in range(len(ctx.avals_out)) if alike and not _is_argument(operands[at])
+        },
     )
     return lower(
         ctx,
@@ -197,6 +200,15 @@ def _lower(ctx: Any, *operands: Any, call: Call, weighted: bool) -> Any:
         ),
         numbers=np.array([*call.factors, call.weight or 0.0], np.float64),
     )  # fmt: skip
+
+
+def _is_argument(value: Any) -> bool:
+    """Whether an operand is an argument of the whole program."""
+    block = value.owner
+    if not hasattr(block, "arguments"):  # an operation, or a block of a function
+        return False
+    attributes = block.owner.operation.attributes
+    return "sym_name" in attributes and str(attributes["sym_name"]) == '"main"'
 
 
 def _check_devices(axes: Any, call: Call) -> None:
