@@ -1,6 +1,6 @@
 """Stragglers, hangs and slow links at seeded places are named rightly (docs/watching.md).
 
-100 cases. Full tier, 10 min, or 7 with `-n 2`. HORORING_TEST_SEED repeats a series.
+100 cases. Full tier, 10 min, or 7 with `-n 2`. TEST_SEED repeats a series.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def test_seeded_slow_links_are_named_rightly(tmp_path: Path):
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(mpirun.__file__).parent)])
     # hosts.sh starts it like mpirun: --hostfile FILE -np N.
     watcher.write_text(
-        f"#!/bin/bash\nunset HORORING_TEST_SEED\nexport PYTHONPATH={hororun_jobs.ROOT}:{paths}\n"
+        f"#!/bin/bash\nunset TEST_SEED\nexport PYTHONPATH={hororun_jobs.ROOT}:{paths}\n"
         f"exec {sys.executable} -c "
         f"'from test_watching_cases import *; watch_links(\"'$2'\", {seed}, "
         f'"{tmp_path}/rank.py")\'\n'

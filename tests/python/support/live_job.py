@@ -89,7 +89,7 @@ class LiveJob:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        self.launcher.wait()
+        mpirun.kill(self.launcher)
         if value is not None:
             print(self.report())
         self._folder.cleanup()

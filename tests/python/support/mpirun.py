@@ -104,8 +104,8 @@ class Job:
 
 
 def new_seed() -> int:
-    """Return the seed of a job: HORORING_TEST_SEED, or a random one."""
-    return int(os.environ.get("HORORING_TEST_SEED", random.randrange(2**32)))
+    """Return the seed of a job: TEST_SEED, or a random one."""
+    return int(os.environ.get("TEST_SEED", random.randrange(2**32)))
 
 
 def launcher() -> str:
@@ -142,13 +142,15 @@ def start(
     elif by:
         command = [launcher(), *options, "-np", str(size), *command]
     with open(Path(out, "launcher.out"), "wb") as output:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             env={**os.environ, **launch_environment(out), **variables},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    _watch(process, out)
+    return process
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -156,6 +158,33 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    if process.pid in _watched:
+        _watched.discard(process.pid)
+        _tell_guard(str(-process.pid))
+
+
+_watched: set[int] = set()
+
+
+def _watch(process: subprocess.Popen[bytes], folder: str) -> None:
+    """Let a job end with this process, however that ends. `folder` is its TMPDIR."""
+    _watched.add(process.pid)
+    _tell_guard(f"{process.pid} TMPDIR={folder}")
+
+
+def _tell_guard(line: str) -> None:
+    stdin = _guard().stdin
+    assert stdin is not None
+    stdin.write(f"{line}\n".encode())
+    stdin.flush()
+
+
+@functools.cache
+def _guard() -> subprocess.Popen[bytes]:
+    from hororing.hororun.host import guard
+
+    command = [sys.executable, "-I", "-S", guard.__file__]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def run(
@@ -183,11 +212,9 @@ def run(
         try:
             code = process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            kill(process)
             code = None
-        except BaseException:  # the test's own limit
+        finally:  # also at the test's own limit
             kill(process)
-            raise
         return collect(out, size, code, seed)
 
 

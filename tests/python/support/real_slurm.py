@@ -1,6 +1,6 @@
 """A Slurm of one node on this machine, for tests: daemons that end with the test.
 
-Its programs are on PATH, or in the folder HORORING_TEST_SLURM, which contains the unpacked Debian
+Its programs are on PATH, or in the folder TEST_SLURM, which contains the unpacked Debian
 packages (dpkg -x) slurmctld, slurmd, slurm-client, slurm-wlm-basic-plugins, libmunge2, libhwloc15
 and liblua5.1-0. It does not change the system.
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _UP_S = 60.0
-_UNPACKED = os.environ.get("HORORING_TEST_SLURM", "")
+_UNPACKED = os.environ.get("TEST_SLURM", "")
 _LIBRARIES = Path(_UNPACKED, "usr/lib/x86_64-linux-gnu")
 _PATH = f"{_UNPACKED}/usr/sbin:{_UNPACKED}/usr/bin" if _UNPACKED else os.environ.get("PATH")
 

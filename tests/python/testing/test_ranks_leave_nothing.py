@@ -9,6 +9,7 @@ import sys
 import uuid
 from pathlib import Path
 
+import mpirun
 import psutil
 import pytest
 from live_job import MARK, SHM, poll, processes_marked
@@ -64,3 +65,23 @@ def test_nothing_is_left(how: str, tmp_path: Path):
     assert poll(lambda: not processes_marked(mark), 20), processes_marked(mark)
     names = tuple(f"hororing.{pid}." for pid in [tests.pid, *pids])
     assert not [each for each in os.listdir(SHM) if each.startswith(names)]
+
+
+STARTS_A_JOB = """
+import sys, mpirun
+file, folder = sys.argv[1:]
+mpirun.start(folder, 2, ["--script", file], {}).wait()
+"""
+
+
+def test_our_own_jobs_end_with_a_killed_process_of_tests(tmp_path: Path):
+    (tmp_path / "sleep.py").write_text("import time; print('here', flush=True); time.sleep(1000)")
+    mark = uuid.uuid4().hex
+    arguments = [str(tmp_path / "sleep.py"), str(tmp_path)]
+    environment = {**os.environ, MARK: mark, "PYTHONPATH": os.path.dirname(mpirun.__file__)}
+    tests = subprocess.Popen([sys.executable, "-c", STARTS_A_JOB, *arguments], env=environment)
+    printed = [tmp_path / f"{rank}.out" for rank in range(2)]
+    assert poll(lambda: all(each.exists() and "here" in each.read_text() for each in printed))
+    tests.kill()
+    tests.wait()
+    assert poll(lambda: not processes_marked(mark), 20), processes_marked(mark)

@@ -19,7 +19,7 @@ from hororing.torch._optimizer.bucket_planning import (
     propose,
 )
 
-SEED = int(os.environ.get("HORORING_TEST_SEED", random.randrange(2**32)))
+SEED = int(os.environ.get("TEST_SEED", random.randrange(2**32)))
 
 
 def random_step(draw: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray, Cost]:
