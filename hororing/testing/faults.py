@@ -1,22 +1,24 @@
 """Faults of ranks in tests: one dies or is slow at a collective, or all of them vary their pace.
 
 A profiler of Python sees each call of a collective before it begins, whichever name the test has
-for it, and costs nothing in other tests. It does not see gradients that C++ reduces during a
-backward pass; the `step` of the optimizer follows.
+for it, and costs nothing in other tests. It also sees when an optimizer sends gradients that hooks
+in C++ have collected.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
 import signal
 import sys
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sized
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from hororing.testing.checks import rank_and_size
 from hororing.testing.messages import Killing
@@ -28,8 +30,22 @@ KINDS = (
     "reducescatter", "allreduce", "allgather", "alltoall", "broadcast", "barrier", "scatter",
     "gather", "reduce", "irecv", "isend", "recv", "send", "join", "step",
 )  # fmt: skip
-_COMMUNICATORS = ("hororing.", "torch.distributed")
+_COMMUNICATORS = (
+    "hororing.", "torch.distributed.distributed_c10d", "torch.distributed._functional_collectives",
+)  # fmt: skip
+_OF_TORCH = ("torch.", "hororing.torch.distributed.")
+_ONLY_OF_TORCH = ("scatter", "gather", "reduce", "irecv", "isend", "recv", "send")
 _OWN = "hororing.testing"
+_OPTIMIZER = "hororing.torch._optimizer."
+# Its functions that send gradients, which their variables hold.
+_GRADIENTS: dict[tuple[str, str], Callable[[Mapping[str, Any]], Sized]] = {
+    (f"{_OPTIMIZER}step", "send_queued"): lambda variables: variables["self"].queued,
+    (f"{_OPTIMIZER}adasum", "reduce"): lambda variables: variables["before"],
+}
+_UNSEEN = (
+    "Collectives in compiled code (tf.function, jax.jit) and those of DistributedDataParallel on "
+    "gloo are not seen; nor are those of other threads"
+)
 
 
 def kill(rank: int, at: str) -> None:
@@ -62,7 +78,8 @@ def kill(rank: int, at: str) -> None:
         raise ValueError(f"kill: at={at!r} is not like 'allreduce:3'; there are {', '.join(KINDS)}")
     _check("kill", rank)
     kind = found[1]
-    armed.kills.append((rank, kind, armed.counts[kind] + int(found[2])))
+    before = armed.counts[kind]
+    armed.kills.append(_Kill(rank, kind, before + int(found[2]), before))
     armed.watch()
 
 
@@ -128,18 +145,26 @@ def _check(verb: str, rank: int) -> None:
         raise ValueError(f"{verb}: rank={rank!r}: there are ranks 0 to {armed.size - 1}")
 
 
+class _Kill(NamedTuple):
+    rank: int
+    kind: str
+    number: int  # of the call, counted from the begin of the test
+    before: int  # how many of these were before `kill`
+
+
 class _Armed:
     """The faults of this process, in the current test."""
 
     def __init__(self) -> None:
         self.announce: Callable[[object], None] | None = None  # to the process of the tests
+        self.before_death: Callable[[], None] = lambda: None
         self.size = 0
         self.clear()
 
     def clear(self) -> None:
         """Forget the faults of the previous test."""
         self.counts: Counter[str] = Counter()
-        self.kills: list[tuple[int, str, int]] = []
+        self.kills: list[_Kill] = []
         self.slow_s: dict[int, float] = {}
         self.delays: tuple[int, float] | None = None  # seed, and the longest delay in s
         self._random: random.Random | None = None
@@ -153,17 +178,42 @@ class _Armed:
 
     def _see(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and (kind := _kind_of(frame)):
-            self._before(kind)
+            sent = _GRADIENTS.get(_place(frame))
+            self._before(kind, len(sent(frame.f_locals)) if sent is not None else 1)
 
-    def _before(self, kind: str) -> None:
-        self.counts[kind] += 1
-        if self._rank < 0:
-            self._rank = rank_and_size()[0]
+    def _before(self, kind: str, times: int) -> None:
+        done = self.counts[kind]
+        self.counts[kind] += times
+        self._know_rank()
         time.sleep(self.slow_s.get(self._rank, 0.0) + self._delay_s())
-        if (self._rank, kind, self.counts[kind]) in self.kills:
+        if any(
+            (each.rank, each.kind) == (self._rank, kind) and done < each.number <= done + times
+            for each in self.kills
+        ):
             assert self.announce is not None
+            self.before_death()
             self.announce(Killing())
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _know_rank(self) -> None:
+        if self._rank < 0:
+            self._rank = rank_and_size()[0]
+
+    def check(self) -> None:
+        """Fail if a rank that should have died has not, and warn if no delay has happened."""
+        if not self.kills and not self.slow_s and self.delays is None:
+            return
+        with contextlib.suppress(ValueError):  # of ranks that are not initialised any more
+            self._know_rank()
+        for each in self.kills:
+            if each.rank == self._rank:
+                raise AssertionError(
+                    f"kill(rank={each.rank}, at='{each.kind}:{each.number - each.before}') did not "
+                    f"happen: rank {each.rank} has called {self.counts[each.kind] - each.before} "
+                    f"since. {_UNSEEN}"
+                )
+        if not self.counts and (self._rank in self.slow_s or self.delays is not None):
+            warnings.warn(f"no collective was called, so none was late. {_UNSEEN}", stacklevel=2)
 
     def _delay_s(self) -> float:
         if self.delays is None:
@@ -181,9 +231,11 @@ armed = _Armed()
 def _kind_of(frame: FrameType) -> str:
     """The collective that this call begins; "": none, or a part of one."""
     kind = _name(frame)
+    if kind and _is_of(frame, (_OPTIMIZER,)):
+        return kind  # also within `step`
     above = frame.f_back
     while kind and above is not None and _is_of(above, _COMMUNICATORS):
-        if _is_of(above, (_OWN,)) or _name(above):
+        if _is_of(above, (_OWN, _OPTIMIZER)) or _name(above):
             return ""
         above = above.f_back
     return kind
@@ -192,8 +244,16 @@ def _kind_of(frame: FrameType) -> str:
 def _name(frame: FrameType) -> str:
     if not _is_of(frame, _COMMUNICATORS) or frame.f_code.co_name.startswith("_"):
         return ""
+    if _is_of(frame, (_OPTIMIZER,)):
+        own = frame.f_code.co_name == "step"
+        return "allreduce" if _place(frame) in _GRADIENTS else "step" if own else ""
     name = frame.f_code.co_name.replace("_", "").removeprefix("grouped").removeprefix("sparse")
-    return next((kind for kind in KINDS if name.startswith(kind)), "")
+    kind = next((kind for kind in KINDS if name.startswith(kind)), "")
+    return kind if kind not in _ONLY_OF_TORCH or _is_of(frame, _OF_TORCH) else ""
+
+
+def _place(frame: FrameType) -> tuple[str, str]:
+    return str(frame.f_globals.get("__name__")), frame.f_code.co_name
 
 
 def _is_of(frame: FrameType, modules: tuple[str, ...]) -> bool:

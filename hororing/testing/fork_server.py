@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,9 @@ def main() -> None:
         while True:
             (what, about), files = channel.receive()
             if what == "seat":  # in this process
-                rank.serve(about, files, work, os.getppid())
+                rank.serve(about, files, work, os.getppid(), plan.coverage)
             elif what == "fork":
-                channel.send(_fork(about, files, work, channel))
+                channel.send(_fork(about, files, work, channel, plan.coverage))
             else:  # the process of a rank has ended
                 channel.send(os.waitstatus_to_exitcode(os.waitpid(about, 0)[1]))
             for each in files:
@@ -90,7 +90,10 @@ def why_no_fork() -> str:
     return ""
 
 
-def _fork(seat: Seat, files: list[int], work: rank.Work, channel: Channel) -> int:
+def _fork(
+    seat: Seat, files: list[int], work: rank.Work, channel: Channel,
+    coverage: Mapping[str, Any] | None,
+) -> int:  # fmt: skip
     parent = os.getpid()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -98,7 +101,7 @@ def _fork(seat: Seat, files: list[int], work: rank.Work, channel: Channel) -> in
     if pid == 0:
         try:
             channel.close()
-            rank.serve(seat, files, work, parent)
+            rank.serve(seat, files, work, parent, coverage)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -116,7 +119,7 @@ class Functions:
             os.dup2(output, number)
         return (output,)
 
-    def test(self, order: Test, send: Callable[[object], None], worlds: Worlds) -> Any:
+    def test(self, order: Test, control: Channel, worlds: Worlds) -> Any:
         """See `rank.Work`."""
         raise TypeError("these ranks call functions")
 

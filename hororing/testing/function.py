@@ -12,7 +12,7 @@ from typing import Any
 from hororing.errors import RunError
 from hororing.hororun.call import describe
 from hororing.hororun.function import results
-from hororing.testing import sentences
+from hororing.testing import measuring, sentences
 from hororing.testing.messages import BACKENDS, HORORING, Call, Plan
 from hororing.testing.pool import Outcome, Pool
 from hororing.testing.processes import Starter, StartError
@@ -91,8 +91,10 @@ def run(
     except StartError as error:
         raise RunError(f"run: {error}") from None
     try:
-        outcomes = pool.run(Call(payload, pool.world(backend, True)), limit_s, lambda _: None)
+        outcomes = pool.run(Call(payload, pool.world(backend, True)), limit_s)
     finally:
+        if starter.plan.coverage is not None:
+            pool.finish()
         pool.close()
     for outcome in outcomes:
         for line in outcome.output.splitlines():
@@ -110,7 +112,8 @@ def _starter() -> Starter:
                 starter.close()
                 del _starters[thread]
         if threading.get_ident() not in _starters:
-            made = Starter(Plan(list(sys.path), list(sys.argv), None, modules), os.getcwd())
+            plan = Plan(list(sys.path), list(sys.argv), None, modules, measuring.how())
+            made = Starter(plan, os.getcwd())
             _starters[threading.get_ident()] = modules, made
         return _starters[threading.get_ident()][1]
 

@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 import time
+import unittest
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -17,9 +18,12 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from _pytest.config import create_terminal_writer
 
 from hororing.hororun.call import text_of
 from hororing.hororun.host.local import memory_file
+from hororing.testing.channel import Channel
+from hororing.testing.debugger import Debugger
 from hororing.testing.faults import armed
 from hororing.testing.mark import delays_of
 from hororing.testing.messages import Ended, Failing, Phase, Seat, Suite, Test, Warned
@@ -30,15 +34,20 @@ NAME = "hororing-rank"  # of this plug-in; a process that has it is a rank
 
 def collect(suite: Suite) -> Items:
     """Collect the tests. The problems of files that cannot be are in `Items.problems`."""
-    options = {**suite.options, "plugins": [*suite.options.get("plugins", []), "no:terminal"]}
+    plugins = [*suite.options.get("plugins", []), "no:terminal", "no:rerunfailures"]
+    options = {**suite.options, "plugins": plugins}
     config = pytest.Config.fromdictargs(options, suite.arguments)
+    # Without the terminal reporter, pytest-timeout needs this.
+    config.get_terminal_writer = lambda: create_terminal_writer(config)  # type: ignore[method-assign]
+    debugger = Debugger(after_failures=config.option.usepdb)
     if suite.worker is not None:
         config.workerinput = suite.worker  # type: ignore[attr-defined]
     for name, value in _OFF.items():
         if hasattr(config.option, name):
             setattr(config.option, name, value)
-    items = Items(config)
+    items = Items(config, debugger)
     config.pluginmanager.register(items, NAME)
+    config.pluginmanager.register(debugger)
     config._do_configure()
     items.session = pytest.Session.from_config(config)
     config.hook.pytest_sessionstart(session=items.session)
@@ -60,8 +69,8 @@ _OFF = {
 class Items:
     """The tests of a rank, and the plug-in that observes them."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
+    def __init__(self, config: pytest.Config, debugger: Debugger) -> None:
+        self._config, self._debugger = config, debugger
         self.session: Any = None
         self.known: dict[str, pytest.Item] = {}
         self.problems: dict[str, str] = {}  # by node id of a collector
@@ -70,9 +79,11 @@ class Items:
         self._failing: Failing | None = None
         self._line = 0
         self._between = -1
+        self._rank = -1
 
     def become(self, seat: Seat) -> tuple[int, ...]:
         """See `rank.Work`."""
+        self._rank = seat.rank
         if seat.folder:
             self._config.option.basetemp = seat.folder
             paths = self._config._tmp_path_factory  # type: ignore[attr-defined]
@@ -94,21 +105,30 @@ class Items:
                 files.append(each.tmpfile.fileno())
         return tuple(files)
 
-    def test(self, order: Test, send: Callable[[object], None], worlds: Worlds) -> Ended:
+    def test(self, order: Test, control: Channel, worlds: Worlds) -> Ended:
         """See `rank.Work`."""
         item = self._find(order.node_id)
         if item is None:
             problems = "\n".join(self.problems.values())
             return Ended(escaped=f"the rank has not collected {order.node_id}\n{problems}".strip())
-        self._send, self._worlds, self._line = send, worlds, 0
+        self._send, self._worlds, self._line = control.send, worlds, 0
+        self._debugger.begin_test(control, self._rank)
         if self._between >= 0:
             os.ftruncate(self._between, 0)
         state = self.session._setupstate
         if any(node not in item.listchain() for node in state.stack):  # other tests were expected
             state.teardown_exact(item)
         following = self._find(order.next_id) if order.next_id else None
-        self._config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        return Ended(self._line)
+        quits = False
+        try:
+            self._config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        except pytest.exit.Exception as error:
+            quits = error.msg == "Quitting debugger"
+            if not quits:
+                raise
+        finally:
+            self._debugger.end_test()
+        return Ended(self._line, quits=quits)
 
     def _find(self, node_id: str) -> pytest.Item | None:
         # pytest-xdist adds the name of a group.
@@ -131,12 +151,15 @@ class Items:
             self.problems[report.nodeid] = report.longreprtext
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Note the line at which the test ends."""
-        armed.delays = delays_of(pyfuncitem)
-        with last_line_of(pyfuncitem.obj, armed.watch if armed.delays else None) as found:
+        armed.delays = delays_of(item)
+        function = getattr(item, "obj", None)
+        with last_line_of(function, armed.watch if armed.delays else None) as found:
             try:
-                return (yield)
+                result = yield
+                armed.check()
+                return result
             finally:
                 self._line = found()
 
@@ -145,15 +168,21 @@ class Items:
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Let the other ranks know about an exception, before the report is made."""
-        error = call.excinfo.value if call.excinfo is not None else None
         self._failing = None
-        if error is not None and not isinstance(error, pytest.skip.Exception):
+        self._note(call)
+        report = yield
+        if self._failing is None:
+            self._note(call)  # of a unittest.TestCase, which another plug-in has put there
+        return report
+
+    def _note(self, call: pytest.CallInfo[None]) -> None:
+        error = call.excinfo.value if call.excinfo is not None else None
+        if error is not None and not isinstance(error, (pytest.skip.Exception, unittest.SkipTest)):
             blame = "peers" if is_by_peers(error) else "own"
             self._failing = Failing(call.when, blame, text_of(error), time.monotonic())
             self._send(self._failing)
             assert self._worlds is not None
             self._worlds.abandon(error)
-        return (yield)
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -161,6 +190,14 @@ class Items:
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         failing = self._failing or Failing("", "", "", time.monotonic())
         self._send(Phase(report.when or "", data, failing.at, failing.blame, failing.error))
+
+    @pytest.hookimpl
+    def pytest_exception_interact(
+        self, node: pytest.Item | pytest.Collector, call: pytest.CallInfo[Any], report: Any
+    ) -> None:
+        """Debug a failure, if that is wanted."""
+        if isinstance(node, pytest.Item):
+            self._debugger.after(self._failing, call, report)
 
     @pytest.hookimpl
     def pytest_warning_recorded(

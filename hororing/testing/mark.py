@@ -59,6 +59,28 @@ def wish_of(mark: pytest.Mark) -> Wish:
     return Wish(mark.args, given["backend"], given["limit_s"], given["init"], given["elastic"])
 
 
+def wish_for(item: pytest.Item) -> Wish:
+    """Return what a test wishes. pytest.fail.Exception: it is wrong, or cannot be."""
+    mark = item.get_closest_marker("ranks")
+    assert mark is not None
+    wish, parameters = wish_of(mark), _parameters(item)
+    several = [("ranks", SIZE)] if len(wish.sizes) > 1 else []
+    several += [("interleave", SEED)] if item.get_closest_marker("interleave") else []
+    for name, parameter in several:
+        if parameter not in parameters:
+            pytest.fail(
+                f"pytest.mark.{name}: pytest does not repeat a method of unittest.TestCase: write "
+                "a function or a plain class, or ranks(2) with one number",
+                pytrace=False,
+            )
+    return wish
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    chosen = getattr(item, "callspec", None)  # methods of unittest.TestCase have none
+    return dict(chosen.params) if chosen is not None else {}
+
+
 def _is_limit(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e9
 
@@ -68,8 +90,8 @@ def size_of(item: pytest.Item) -> int:
     mark = item.get_closest_marker("ranks")
     if mark is None:
         return 0
-    chosen = getattr(item, "callspec", None)
-    return int(chosen.params[SIZE] if chosen and SIZE in chosen.params else mark.args[0])
+    found = _parameters(item).get(SIZE, mark.args[0] if mark.args else 1)
+    return found if type(found) is int and found > 0 else 1  # `wish_for` refuses others
 
 
 def interleave(seeds: Any, max_ms: Any) -> pytest.MarkDecorator:
@@ -101,7 +123,7 @@ def _interleave_arguments(mark: pytest.Mark) -> tuple[Any, Any]:
 def delays_of(item: pytest.Item) -> tuple[int, float] | None:
     """Return the seed of a test and its longest delay in s; None: it has no mark `interleave`."""
     mark = item.get_closest_marker("interleave")
-    chosen = getattr(item, "callspec", None)
-    if mark is None or chosen is None or SEED not in chosen.params:
+    seed = _parameters(item).get(SEED)
+    if mark is None or seed is None:
         return None
-    return chosen.params[SEED], _interleave_arguments(mark)[1] / 1000
+    return seed, _interleave_arguments(mark)[1] / 1000

@@ -34,6 +34,7 @@ class Plan:
     argv: list[str]
     suite: Suite | None  # None: ranks call functions
     modules: Sequence[str] = ()  # to import before that
+    coverage: Mapping[str, Any] | None = None  # how the process of the tests is measured
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,13 @@ class Finish:
     """Tear down the fixtures that are left, and end."""
 
 
+@dataclass(frozen=True)
+class Terminal:
+    """The answer to `Debugging`; with descriptors for stdin and stdout, if it is `lent`."""
+
+    lent: bool
+
+
 # ---------------------------------------------------------------------------------------------
 # From ranks
 
@@ -125,6 +133,13 @@ class Killing:
 
 
 @dataclass(frozen=True)
+class Debugging:
+    """The debugger begins, and needs the terminal, or ends."""
+
+    begins: bool
+
+
+@dataclass(frozen=True)
 class Warned:
     """A warning, for pytest's summary."""
 
@@ -147,6 +162,7 @@ class Ended:
 
     line: int = 0
     escaped: str = ""  # what left pytest itself, such as pytest.exit()
+    quits: bool = False  # the user has quit the debugger
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ pytest loads it wherever hororing is installed, so it imports the rest only for 
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -68,10 +69,27 @@ def ranks(request: pytest.FixtureRequest) -> int:
     return size_of(request.node)
 
 
+def _is_for_ranks(item: pytest.Item) -> bool:
+    """Whether this process lets ranks run the test, and is none itself."""
+    return size_of(item) > 0 and not item.config.pluginmanager.hasplugin("hororing-rank")
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item) -> bool | None:
+    """Leave the limits of pytest-timeout to ranks, where a traceback shows what took so long."""
+    return _is_for_ranks(item) or None
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_timeout_cancel_timer(item: pytest.Item) -> bool | None:
+    """See `pytest_timeout_set_timer`."""
+    return _is_for_ranks(item) or None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Run a test on ranks, unless this process is one of them."""
-    if not size_of(item) or item.config.pluginmanager.hasplugin("hororing-rank"):
+    if not _is_for_ranks(item):
         return None
     found = item.config.stash.get(_KEY, None)
     if found is None:
@@ -82,16 +100,29 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return True
 
 
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """End the ranks after the last test, before pytest-cov adds up what they have measured."""
+    try:
+        return (yield)
+    finally:
+        _finish(session)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tear down the fixtures of ranks, and end them."""
+    """End the ranks, if the session has ended in another way."""
+    _finish(session)
+
+
+def _finish(session: pytest.Session) -> None:
     found = session.config.stash.get(_KEY, None)
     if found is not None:
         found.finish()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the ranks, if the session has ended in another way."""
+    """End the ranks at once."""
     found = config.stash.get(_KEY, None)
     if found is not None:
         found.close()

@@ -7,6 +7,7 @@ shortly after one of them has failed, or at the limit.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import selectors
@@ -23,10 +24,12 @@ from hororing._job.rendezvous.store import Store
 from hororing.hororun.host.local import memory_file
 from hororing.hororun.job import plan as places
 from hororing.testing.channel import Closed
+from hororing.testing.lender import Lender
 from hororing.testing.messages import (
     Answer,
     Begun,
     Call,
+    Debugging,
     Doing,
     Ended,
     Failing,
@@ -46,6 +49,7 @@ _BEGIN_S = 60.0  # until ranks are ready, whatever the limit of the test
 _ANSWER_S = 1.0  # to say what a rank is doing
 _FINISH_S = 10.0  # to tear down fixtures of modules and sessions
 _RUINED_S = 1.0  # the same, after a failure
+_MOST_WAIT_S = 3600.0  # in one call of `select`
 _MOST_OUTPUT_BYTES = 2**20
 
 
@@ -76,9 +80,16 @@ class Outcome:
         return not self.wanted and (self.ended is None or bool(self.ended.escaped))
 
     @property
+    def quits(self) -> bool:
+        """Whether the user has quit the debugger there."""
+        return self.ended is not None and self.ended.quits
+
+    @property
     def failed(self) -> bool:
         """Whether its engine has ended."""
-        return self.trouble or any(each.blame for each in self.phases)
+        return self.trouble or any(
+            each.blame or each.data["outcome"] == "failed" for each in self.phases
+        )
 
 
 class Pool:
@@ -138,12 +149,17 @@ class Pool:
         return World(self._number, backend, init, 0 if init else _free_port())
 
     def run(
-        self, order: Test | Call, limit_s: float, warned: Callable[[Warned], None]
+        self,
+        order: Test | Call,
+        limit_s: float,
+        warned: Callable[[Warned], None] = lambda _: None,
+        lender: Lender | None = None,
     ) -> list[Outcome]:
         """Run it on all ranks; return what became of it, by rank.
 
-        Afterwards the ranks are usable if none has failed.
+        Afterwards the ranks are usable if none has failed. Debuggers get a terminal from `lender`.
         """
+        self._lender = lender or Lender(lambda: None)
         outcomes = [Outcome(each.rank) for each in self._processes]
         for each in self._processes:
             each.send(order)
@@ -152,7 +168,9 @@ class Pool:
         except BaseException:  # Ctrl-C
             self.close()
             raise
-        used_up = self._elastic or any(each.failed or each.wanted for each in outcomes)
+        used_up = self._elastic or any(
+            each.failed or each.wanted or each.quits for each in outcomes
+        )
         self.usable = not used_up
         return outcomes
 
@@ -174,7 +192,9 @@ class Pool:
                 until = last + (limit_s if begun else max(limit_s, _BEGIN_S))
                 if failed and unharmed:
                     until = min(failed) + GRACE_S
-                events = selector.select(max(until - time.monotonic(), 0.0))
+                if self._lender.is_lent:
+                    until = math.inf
+                events = selector.select(min(max(until - time.monotonic(), 0.0), _MOST_WAIT_S))
                 if not events and time.monotonic() >= until:
                     self._ask_all(outcomes, began)
                     if (failed and unharmed) or not _is_importing(outcomes, began):
@@ -221,15 +241,19 @@ class Pool:
         if isinstance(message, Warned):
             warned(message)
             return False
+        if isinstance(message, Debugging):
+            self._lender.hear(process, message)
+            return True
         if isinstance(message, Answer):
             outcome.answer = message.body
             return True
+        self._lender.take_back(process.rank)
         selector.unregister(process.control)
         selector.unregister(process.pidfd)
         if isinstance(message, Ended):
             outcome.ended = message
             outcome.output = _texts(process.files[1:]) if outcome.answer else ""
-            if message.escaped:
+            if message.escaped or message.quits:
                 outcome.failed_at = time.monotonic()
         else:
             outcome.failed_at = 0.0 if outcome.wanted else time.monotonic()

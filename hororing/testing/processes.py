@@ -103,7 +103,7 @@ class Starter:
     """Starts ranks for one plan; the fork server starts with the first."""
 
     def __init__(self, plan: Plan, directory: str) -> None:
-        self._plan, self._directory = plan, directory
+        self.plan, self._directory = plan, directory
         self._guard: Guard | None = None
         self._server: _Prepared | None = None
         self._forks = True
@@ -132,13 +132,13 @@ class Starter:
         """The process from which each rank is forked, or which becomes it."""
         if self._forks and self._server is not None:
             return [self._server] * size
-        made = [_Prepared(self._plan, self._directory)]
+        made = [_Prepared(self.plan, self._directory)]
         why = made[0].wait()
         if not why:
             self._server = made[0]
             return made * size
         self._forks = False
-        made += [_Prepared(self._plan, self._directory) for _ in range(size - 1)]
+        made += [_Prepared(self.plan, self._directory) for _ in range(size - 1)]
         for each in made[1:]:
             each.wait()
         return made

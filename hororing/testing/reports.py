@@ -9,7 +9,7 @@ import pytest
 
 from hororing.testing.messages import Phase
 from hororing.testing.pool import Outcome
-from hororing.testing.sentences import PHASES, phase_of, ranks, state, troubles
+from hororing.testing.sentences import PHASES, first_line, phase_of, ranks, state, troubles
 
 _XPASS = "[XPASS(strict)]"
 
@@ -20,10 +20,13 @@ def merge(
     """Return the reports of a test, in the order of its phases."""
     merged = []
     for when in PHASES:
-        phases = {
-            outcome.rank: phase for outcome in outcomes for phase in outcome.phases
-            if phase.when == when
-        }  # fmt: skip
+        phases: dict[int, Phase] = {}
+        for outcome in outcomes:
+            found = [each for each in outcome.phases if each.when == when]
+            # Subtests have reports of their own, before that of the test.
+            failed = [each for each in found if each.data["outcome"] == "failed"]
+            if found:
+                phases[outcome.rank] = (failed or found[-1:])[0]
         troubled = [each for each in outcomes if each.trouble and phase_of(each) == when]
         if not phases and not troubled:
             continue
@@ -108,10 +111,10 @@ class _Merge:
         crash = getattr(result.longrepr, "reprcrash", None)
         if crash is not None and len(self._outcomes) > 1:
             crash.message = f"{who}: {crash.message}"
-        lines = [f"{who} failed: {self._phases[first].error.splitlines()[0]}"]
+        lines = [f"{who} failed: {first_line(self._phases[first].error)}"]
         lines += [
             f"{ranks([rank])} {'lost it' if self._phases[rank].blame == 'peers' else 'failed'}: "
-            f"{(self._phases[rank].error.splitlines() or [''])[0]}"
+            f"{first_line(self._phases[rank].error)}"
             for rank in failed if rank not in same
         ]  # fmt: skip
         lines += [state(each) for each in self._outcomes if each.trouble]

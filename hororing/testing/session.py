@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from hororing.testing import reports
-from hororing.testing.mark import size_of, wish_of
+from hororing.testing import measuring, reports
+from hororing.testing.lender import Lender
+from hororing.testing.mark import size_of, wish_for
 from hororing.testing.messages import BACKENDS, Plan, Suite, Test, Warned
 from hororing.testing.pool import Pool
 from hororing.testing.processes import Starter, StartError
@@ -26,10 +27,16 @@ class Ranks:
     def __init__(self, session: pytest.Session) -> None:
         self._session, self._config = session, session.config
         self._marked = [item for item in session.items if size_of(item)]
-        plan = Plan(list(sys.path), list(sys.argv), _suite(session.config, self._marked))
+        plan = Plan(list(sys.path), list(sys.argv), _suite(session.config, self._marked),
+                    coverage=measuring.how())  # fmt: skip
         self._starter = Starter(plan, str(session.config.invocation_params.dir))
         self._pools: dict[int, Pool] = {}
         self._made = 0
+        self._quits = False  # the debugger
+        repeated = [each for each in self._marked if each.get_closest_marker("flaky")]
+        if self._marked and (repeated or getattr(self._config.option, "reruns", None)):
+            text = "pytest-rerunfailures does not repeat tests with the mark `ranks`"
+            self._config.issue_config_time_warning(pytest.PytestWarning(text), stacklevel=2)
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Run a test on ranks, and report it."""
@@ -37,11 +44,14 @@ class Ranks:
         for report in [*self._reports(item), *_torn_down(item, nextitem)]:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        if self._quits:
+            pytest.exit("Quitting debugger")
 
     def _reports(self, item: pytest.Item) -> list[pytest.TestReport]:
-        mark = item.get_closest_marker("ranks")
-        assert mark is not None
-        wish = wish_of(mark)
+        try:
+            wish = wish_for(item)
+        except pytest.fail.Exception as error:
+            return reports.not_started(item, str(error))
         limit_s = wish.limit_s or self._limit_s()
         backend = wish.backend or self._backend()
         try:
@@ -50,10 +60,19 @@ class Ranks:
             return reports.not_started(item, str(error))
         following = "" if wish.elastic else self._after(item)
         order = Test(item.nodeid, following, pool.world(backend, wish.init))
-        outcomes = pool.run(order, limit_s, self._warn)
+        outcomes = pool.run(order, limit_s, self._warn, Lender(self._free_terminal))
         if not pool.usable:
             pool.finish()
-        return reports.merge(item, outcomes, limit_s)
+        quitting = [each for each in outcomes if each.quits]
+        self._quits = bool(quitting)
+        return reports.merge(item, quitting or outcomes, limit_s)
+
+    def _free_terminal(self) -> None:
+        manager = self._config.pluginmanager
+        if (capture := manager.getplugin("capturemanager")) is not None:
+            capture.suspend_global_capture(in_=True)
+        if (reporter := manager.getplugin("terminalreporter")) is not None:
+            reporter.ensure_newline()
 
     def _backend(self) -> str:
         found = str(self._config.getini("ranks_backend"))

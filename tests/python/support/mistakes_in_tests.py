@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import unittest
 
 import numpy as np
 import pytest
@@ -281,3 +282,26 @@ def test_shutdown():
         hvd.shutdown()
         return
     hvd.allreduce(ONES, name="loss")  # here
+
+
+@blames("rank 1", "rank 1 has called 1 since")
+def test_is_never_killed():
+    hororing.testing.kill(rank=1, at="allreduce:2")
+    hvd.allreduce(ONES)
+
+
+class TestOfUnittest(unittest.TestCase):
+    @blames(1, "AssertionError: 1 != 0")
+    def test_method(self):
+        self.assertEqual(hvd.rank(), 0)  # noqa: PT009  # here of test_method
+
+    @blames(1, "AssertionError: 1 != 0")
+    def test_subtests(self):
+        for number in (0, 1):
+            with self.subTest(number=number):
+                self.assertEqual(number * hvd.rank(), 0)  # noqa: PT009  # here of test_subtests
+
+    @blames("ranks", "pytest does not repeat a method of unittest.TestCase")
+    @pytest.mark.ranks(1, 2)
+    def test_two_sizes(self):
+        pass

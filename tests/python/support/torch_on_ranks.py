@@ -75,6 +75,28 @@ def test_a_rank_dies_in_a_training_step():
             optimizer.step()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrap", ["DistributedOptimizer", "DDP"])
+def test_gradients_that_hooks_send_are_collectives(wrap):
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if wrap == "DDP":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    # 6 gradients a step, or one bucket.
+    hororing.testing.kill(rank=1, at="allreduce:2" if wrap == "DDP" else "allreduce:9")
+    steps: list[int] = []
+    with pytest.raises(RuntimeError, match="rank 1"):  # noqa: PT012
+        for step in range(3):
+            steps.append(step)
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert steps == [0, 1]
+
+
 @pytest.mark.ranks(2, backend="gloo")
 def test_kinds_of_torch():
     hororing.testing.kill(rank=1, at="allgather:2")

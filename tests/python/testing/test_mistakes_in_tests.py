@@ -19,7 +19,7 @@ TEXT = FILE.read_text().splitlines()
 def lines_of(name: str) -> list[int]:
     """The lines of a mistake: in the function, or marked with its name."""
     found = [at for at, line in enumerate(TEXT, 1) if line.endswith(f"# here of {name}")]
-    begin = TEXT.index(next(line for line in TEXT if line.startswith(f"def {name}("))) + 1
+    begin = next(at for at, line in enumerate(TEXT) if line.strip().startswith(f"def {name}(")) + 1
     for at in range(begin, len(TEXT)):
         if TEXT[at].startswith(("def ", "@", "#")):
             break
@@ -45,7 +45,8 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         for kind in ("failure", "error"):
             for each in case.iter(kind):
                 text = f"{each.get('message')}\n{each.text}"
-                found[case.get("name", "")] = found.get(case.get("name", ""), "") + text
+                name = case.get("name", "").partition(" ")[0]  # without that of a subtest
+                found[name] = found.get(name, "") + text
     return found
 
 
