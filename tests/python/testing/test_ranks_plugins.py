@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiers
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:hypothesispytest", "--rootdir=."]
 
@@ -84,7 +85,7 @@ def test_run():
 """
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", tiers.choose([0, 2], push=[0]))
 def test_coverage_of_ranks_counts(workers: int, tmp_path: Path):
     pytest.importorskip("pytest_cov")
     options = ["--cov=test_it", "--cov-report=term-missing", "-n", str(workers)]
