@@ -105,7 +105,10 @@ def compare(sources: Sequence[Any], process_set: ProcessSet) -> None:
     begun = check.in_graphs.assign_add(1)
 
     def now() -> tf.Tensor:
-        look = tf.py_function(lambda count: check.look(variables, int(count)), [begun], [])
+        # A graph orders operations by the resources among their inputs. The reads make the
+        # variables inputs of this condition, so that no later assignment overtakes it.
+        with tf.control_dependencies([each.read_value() for each in variables]):
+            look = tf.py_function(lambda count: check.look(variables, int(count)), [begun], [])
         with tf.control_dependencies([look]):
             return tf.constant(0)
 

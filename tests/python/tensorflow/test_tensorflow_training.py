@@ -6,6 +6,7 @@ conformance/ tests the results of the verbs, test_tensorflow_graphs.py tests the
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -387,6 +388,31 @@ def case_variables_that_were_not_broadcast_are_an_error_in_the_second_step() -> 
         told = r"(?s)1 of 2 parameters.*'w' \(rank 0: .*call hvd\.broadcast_variables|Call hvd\.b"
         with pytest.raises((errors.MismatchError, tf.errors.OpError), match=told):
             run()
+
+
+def case_no_variable_changes_while_it_is_compared() -> None:
+    """A graph orders operations by the resources among their inputs, and closures are none."""
+    source = tf.Variable([1.0, 2.0], name="w")
+    compared = []
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(source**2)
+        gradient = hvd.DistributedGradientTape(tape).gradient(loss, source)
+        source.assign_sub(gradient)
+
+    def late(name: str, variable: tf.Variable) -> Any:
+        time.sleep(0.2 * hvd.rank())
+        compared.append(variable.numpy().tolist())
+        return digest(name, variable)
+
+    digest = replicas._digest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "_digest", late)
+        step()
+        step()
+    assert compared == [[-1.0, -2.0]]
 
 
 def case_a_guard_names_a_variable_that_differs() -> None:
