@@ -54,7 +54,8 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo  ## train a CNN on real digits with two processes
-	hororun -np 2 python examples/torch_digits.py
+	@began=$$(date +%s); hororun -np 2 python examples/torch_digits.py && \
+	  echo "trained in $$(($$(date +%s) - began)) s"
 
 dev: $(VENV)/.dev  ## .venv with PyTorch and the tests' tools, the package built in place
 	@echo "now: source $(VENV)/bin/activate"
@@ -185,15 +186,8 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; assert (3, 10) <= sys.version_info, "Python 3.10 or later"'
 	$(PYTHON) -m venv $(VENV)
 
-# Without a GPU the CPU build, if pip knows an index or a folder that has it.
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
-	@{ test ! -e /dev/nvidiactl && echo "no GPU: looking for the CPU build of torch, 0.2 GB" && \
-	  $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-	    torch==2.13.0+cpu 2>/dev/null; } || { \
-	  echo "fetching torch with CUDA's libraries, 3 GB (without a GPU, 0.2 GB are enough:" \
-	    "make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu)"; \
-	  $(BIN)/python -m pip install torch==2.13.0; }
-	$(BIN)/python -m pip install --editable '.[torch,examples]'
+	$(BIN)/python tools/demo.py $(TORCH_INDEX)
 	touch $@
 
 # CMake first, so that it already builds here: after another one it would compile everything again.
