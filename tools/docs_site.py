@@ -1,9 +1,10 @@
 """Hooks of MkDocs for `make docs-site`: the site holds all that its pages link to.
 
-The README is the first page. Links from docs/ to other files of the repository (examples, results)
-lead to generated pages, which show the file or list the folder. The search finds pages for users:
-decisions, sources and internals are not in its index. API pages show names by task. Beside each
-page lies its Markdown, and llms.txt lists all pages.
+The README is the first page; its table "I have" becomes cards, with the scripts that rows name.
+Links from docs/ to other files of the repository (examples, results) lead to generated pages, which
+show the file or list the folder. The search finds pages for users: decisions, sources and internals
+are not in its index. API pages show names by task. Beside each page lies its Markdown, and llms.txt
+lists all pages.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
+LINKED = re.compile(r"\[([^]]*)\]\(([^)]*)\)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sh": "sh", ".toml": "toml"}
 
 # Fences and code spans, in which nothing is a link.
-CODE = re.compile(r"^(`{3,}|~{3,}).*?^\1`*$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^ *(`{3,}|~{3,}).*?^ *\1`*$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 INTERNALS = re.compile(r"adr/|files/|(?:architecture|algorithms|threading|benchmarks)\.md")
+
+CARDS = re.compile(r"^\| I have \|.*\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE)
 
 # Names of a framework's module by task, in this order; patterns of whole names.
 GROUPS = {
@@ -119,6 +123,23 @@ def _by_task(match: re.Match[str]) -> str:
     return "\n".join(blocks)
 
 
+def _cards(match: re.Match[str]) -> str:
+    """Return a table of what readers have, what to type and what to read as cards."""
+    cards = []
+    for row in match[1].splitlines():
+        have, command, read = re.split(r" *\| *", row)[1:-1]
+        title = LINKED.sub(r"\1", have)
+        lines = [f"**I have {title}**", "", "---", ""]
+        lines += ["```", command.strip("`"), "```", ""] if command[:1] == "`" else [command, ""]
+        if script := LINKED.search(have):
+            text = (ROOT / script[2]).read_text("utf-8").strip().splitlines()
+            code = [f"```{LANGUAGES[Path(script[2]).suffix]}", *text, "```"]
+            lines += [f'??? example "Complete, in {sum(map(bool, text))} lines"', ""]
+            lines += [*(f"    {each}" for each in code), ""]
+        cards.append("-   " + "\n    ".join([*lines, read]))
+    return '<div class="grid cards" markdown>\n\n' + "\n\n".join(cards) + "\n\n</div>\n"
+
+
 def _title(file: Path) -> str:
     """Return the heading of a page, or the name of another file."""
     if file.suffix == ".md":
@@ -160,7 +181,7 @@ def on_files(files: Files, *, config: Any) -> Files:
         if path.endswith(".png"):
             content: str | bytes = source.read_bytes()
         else:
-            text = _shown(path)
+            text = CARDS.sub(_cards, _shown(path))
             folder = path if source.is_dir() else str(PurePosixPath(path).parent)
             waiting += _targets(text, folder) if path.endswith(".md") or folder == path else []
             content = _linked(text, folder, page)

@@ -29,6 +29,11 @@ QUESTIONS = {
     "which rank is slow": "stragglers.html",
     "kubernetes": "clusters.html#kubernetes",
     "containers": "clusters.html",
+    "jax": "jax.html",
+    "nan": "guard.html",
+    "slow network": "compression.html",
+    "timeline": "timeline.html",
+    "progress": "watching.html",
     "supported versions": "installing.html#supported-versions",
 }
 
@@ -55,6 +60,17 @@ def test_the_site_has_the_public_names(site: Path) -> None:
         assert page.count(f'id="hororing.torch.{name}"') == 1
     assert page.index('id="training"') < page.index('id="collectives"')
     assert '<span class="n">Average</span>' in page  # not op: int = 0
+
+
+@full
+def test_the_first_page_has_cards(site: Path) -> None:
+    page = (site / "index.html").read_text("utf-8")
+    cards = page.partition('<div class="grid cards"')[2]
+    assert cards.count("<summary>Complete, in") == len(
+        [*ROOT.glob("examples/first/*.py"), *ROOT.glob("examples/first/*.sh")]
+    )
+    assert "I have a script for DDP" in cards
+    assert 'href="files/' not in cards
 
 
 @full
