@@ -108,14 +108,14 @@ DIES_ON_ITS_WAY = """
 import os, signal, sys
 from hororing._engine import membership; from hororing._api import init as runtime
 
-answer = runtime._answer
+exchange = runtime._exchange
 
 def dies(*how):
     if membership.generation() == 2 and os.environ.get("DIES"):
         os.kill(os.getpid(), signal.SIGKILL)
-    return answer(*how)
+    return exchange(*how)
 
-runtime._answer = dies
+runtime._exchange = dies
 """
 
 

@@ -15,6 +15,7 @@ from hororun_jobs import run
 
 from hororing.hororun.host.output import Output
 from hororing.hororun.job.beside import Later
+from hororing.watch import job as job_module
 from hororing.watch.job import Job
 from hororing.watch.progress import Progress
 
@@ -95,7 +96,8 @@ def test_only_steps_that_move_as_many_bytes_are_compared():
 
     def slower(step_s: float, step_bytes: float) -> list[str]:
         job.points.clear()
-        at_first = {"step_s": 0.1, "step_bytes": 4e6, "own_s": 0.1, "waited_s": 0, "batch_s": 0}
+        parts = dict.fromkeys((*job_module._PARTS, *job_module._KERNEL), 0.0)
+        at_first = parts | {"step_s": 0.1, "step_bytes": 4e6, "own_s": 0.1}
         for second in range(40):
             changed = {"step_s": step_s, "step_bytes": step_bytes, "own_s": step_s}
             job.points.append(at_first | {"at": second} | (changed if second >= 30 else {}))

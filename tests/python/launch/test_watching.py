@@ -314,14 +314,14 @@ def test_a_slow_link_and_a_host_without_cores_are_named():
 )
 def test_what_has_grown_in_slower_steps_is_named(more: dict[str, float], why: str):
     names = ("own_s", "waited_s", "batch_s", "cpu_s", "queued_s", "disk_s", "throttled_s")
-    usual = {"step_s": 0.1, **dict.fromkeys(names, 0.01)}
+    usual = {"step_s": 0.1, "step_bytes": 4e6, **dict.fromkeys(names, 0.01)}
     watched = job_module.Job("j")
     watched.points.extend({**usual, "at": float(second)} for second in range(40))
-    assert watched._slower() == []
+    assert watched._slower(watched._usual()) == []
     watched.points.append(
         {**usual, "at": 41.0, "step_s": 0.15, **{n: 0.01 + more[n] for n in more}}
     )
-    (found,) = watched._slower()
+    (found,) = watched._slower(watched._usual())
     assert found.text.startswith("steps take 150.0 ms, 100.0 ms in the last minutes: ")
     assert why in found.text
 
