@@ -405,10 +405,10 @@ def test_an_interface_without_ipv4_has_the_widest_of_its_other_addresses(
 
 
 SUM = """
-import os, numpy as np, hororing.numpy as hvd
+import os, sys, numpy as np, hororing.numpy as hvd
 hvd.init()
 assert hvd.local_size() == 1 or "MASTER_ADDR" in os.environ  # so they talk over TCP
-print("sum", hvd.allreduce(np.ones(1000), op=hvd.Sum)[0])
+sys.stdout.write(f"sum {hvd.allreduce(np.ones(1000), op=hvd.Sum)[0]}\\n")
 """
 
 
