@@ -8,7 +8,7 @@ import re
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -80,6 +80,7 @@ class Output:
         self._tails: dict[int, deque[bytes]] = {}
         self._folds = folds
         self._held: dict[int, tracebacks.Held] = {}
+        self._known: set[Hashable] = set()  # texts of tracebacks that were shown
         self._ended: set[int] = set()
         self._shown = 0  # lines of standard error
         self._shown_at: dict[int, int] = {}  # the last one of each rank
@@ -178,7 +179,7 @@ class Output:
             self._shown_at[rank] = self._shown
         if not held:
             return
-        for ranks, line in tracebacks.fold(held, cause):
+        for ranks, line in tracebacks.fold(held, cause, self._known):
             names = tracebacks.ranks_text(ranks)
             if self.ranks is not None:
                 names = ",".join(self._name(rank) for rank in ranks)

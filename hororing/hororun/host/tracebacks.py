@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _HEADER = b"Traceback (most recent call last):"
@@ -155,24 +155,32 @@ def _of_crash(lines: Sequence[bytes]) -> _Words:
     return _Words((), tuple((line,) for line in own[::-1]), (lines[0],))
 
 
-def fold(held: Mapping[int, Held], cause: int | None) -> list[Shown]:
+def fold(held: Mapping[int, Held], cause: int | None, known: set[Hashable]) -> list[Shown]:
     """Return the lines to show, each with its ranks.
 
     Parameters
     ----------
     held : by rank.
     cause : the rank that is to blame, whose text comes last. None: unknown.
+    known : what has been shown before, as of a process that this one has replaced: a line is enough
+        for the same text. Gets those of `held`.
     """
     groups: dict[_Words, list[int]] = {}
     for rank in sorted(held):
         groups.setdefault(_parse(held[rank].lines), []).append(rank)
+    shown: list[Shown] = []
+    for words in [each for each in groups if each in known]:
+        where = b": ".join(filter(None, (words.where(), _why(words))))
+        shown.append((groups.pop(words), b"again: " + where))
+    if not groups:
+        return shown
+    known.update(groups)
     by_message: dict[bytes, list[_Words]] = {}
     for words in groups:
         by_message.setdefault(_normal(words.message), []).append(words)
     main = next((words for words, ranks in groups.items() if cause in ranks), next(iter(groups)))
     told = by_message.pop(_normal(main.message))
     others = [words for alike in by_message.values() for words in alike]
-    shown: list[Shown] = []
     for words in others[:_OTHERS]:
         shown.append((groups[words], b": ".join(filter(None, (words.where(), _why(words))))))
     if len(others) > _OTHERS:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Hashable
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,11 @@ def traceback(line: int, message: str, code: str = "main()") -> str:
     return f'{header}\n  File "a.py", line {line}, in f\n    {code}\n{message}'
 
 
-def folded(texts: dict[int, str], cause: int | None = None) -> list[str]:
-    found = tracebacks.fold({rank: held(text) for rank, text in texts.items()}, cause)
+def folded(
+    texts: dict[int, str], cause: int | None = None, known: set[Hashable] | None = None
+) -> list[str]:
+    of_ranks = {rank: held(text) for rank, text in texts.items()}
+    found = tracebacks.fold(of_ranks, cause, set() if known is None else known)
     return [f"{tracebacks.ranks_text(ranks)}|{line.decode()}" for ranks, line in found]
 
 
@@ -42,6 +46,17 @@ def test_equal_tracebacks_are_shown_once():
         "0,2-4|    main()",
         "0,2-4|ValueError: bad",
     ]
+
+
+def test_a_replacement_that_fails_as_before_has_one_line():
+    known: set[Hashable] = set()
+    assert len(folded({0: traceback(3, "ValueError: bad")}, None, known)) == 4
+    found = folded({3: traceback(3, "ValueError: bad"), 4: traceback(3, "OSError: x")}, 4, known)
+    assert found[:2] == [
+        "3|again: a.py:3, in f: main(): ValueError: bad",
+        "4|Traceback (most recent call last):",
+    ]
+    assert len(found) == 5
 
 
 def test_a_deadlock_has_the_lines_of_all_and_its_message_once():
