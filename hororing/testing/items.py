@@ -151,6 +151,18 @@ class Items:
             self.problems[report.nodeid] = report.longreprtext
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any]
+    ) -> Generator[None, object, object]:
+        """Let what a fixture initialises live as long as that, if several tests share it."""
+        worlds = self._worlds
+        if worlds is None or worlds.kept or fixturedef.scope == "function":
+            return (yield)
+        with worlds.keeping() as end:
+            fixturedef.addfinalizer(end)
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Note the line at which the test ends."""
         armed.delays = delays_of(item)

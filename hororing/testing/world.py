@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hororing.config import environment
@@ -23,10 +24,12 @@ class Worlds:
         self._seat, self._store = seat, store
         self._variables = {**seat.variables, "HORORING_SECRET_FD": str(secret)}
         self.began = 0.0  # in time.time()
+        self.kept = False  # whether a fixture of several tests has initialised what there is
 
     def begin(self, world: World) -> None:
         """End what the previous test left, and initialise. Blocks until all ranks have."""
-        self.end()
+        if world.init or not self.kept:
+            self.end()
         armed.clear()
         environment.become({**self._variables, "MASTER_PORT": str(world.port)})
         self.began = time.time()
@@ -44,8 +47,23 @@ class Worlds:
                 rank=self._seat.rank, world_size=self._seat.size,
             )  # fmt: skip
 
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[Callable[[], None]]:
+        """Keep what is initialised in this block, until the function that it yields is called.
+
+        Only worlds without `init` keep it.
+        """
+
+        def end() -> None:
+            self.kept = False
+
+        before = _initialised()
+        yield end
+        self.kept = self.kept or (_initialised() and not before)
+
     def end(self) -> None:
         """End it, after all ranks have ended their test."""
+        self.kept = False
         dist = _torch_distributed()
         if dist is not None and dist.is_initialized():
             dist.destroy_process_group()
@@ -69,6 +87,12 @@ class Worlds:
 def _torch_distributed() -> Any:
     dist: Any = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() else None
+
+
+def _initialised() -> bool:
+    dist, state = _torch_distributed(), sys.modules.get("hororing._engine.state")
+    groups = dist is not None and dist.is_initialized()
+    return groups or (state is not None and state.has_engine())
 
 
 def is_by_peers(error: BaseException) -> bool:

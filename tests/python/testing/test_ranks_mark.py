@@ -91,6 +91,29 @@ class TestInAClass:
         assert hvd.allgather_object(os.environ["ONLY_HERE"]) == ["7", "7"]
 
 
+@pytest.mark.ranks(2, init=False)
+class TestWhatAClassInitialises:
+    @classmethod
+    def setup_class(cls):
+        hvd.init()
+
+    @classmethod
+    def teardown_class(cls):
+        hvd.allreduce(np.ones(1), name="the last")
+        hvd.shutdown()
+
+    @pytest.mark.parametrize("test", [1, 2])
+    def test_lives_as_long_as_the_class(self, test):
+        assert hvd.allreduce(np.array([test]), op=hvd.Sum)[0] == 2 * test
+
+
+@pytest.mark.ranks(2, init=False)
+@pytest.mark.parametrize("test", [1, 2])
+def test_what_a_test_initialises_ends_with_it(test):
+    assert not hvd.is_initialized()
+    hvd.init()
+
+
 @pytest.mark.ranks(3)
 def test_who_raises_and_what_is_the_same():
     with hororing.testing.raises_on([0, 2], ValueError, match="of rank") as raised:
