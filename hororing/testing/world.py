@@ -79,7 +79,8 @@ class Worlds:
         if ends is not None:
             ends.leave(error)
         dist = _torch_distributed()
-        if dist is not None and dist.is_initialized():
+        # The teardown of a fixture would miss the group that it has made.
+        if dist is not None and dist.is_initialized() and not self.kept:
             with contextlib.suppress(Exception):  # it may wait for others, which have failed
                 dist.destroy_process_group()
 
