@@ -22,6 +22,7 @@ _LIBRARIES = (
     *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     "<frozen",
 )
+_INSTALLED = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
 _RUNNERS = ("_pytest.", "pluggy.", "hororing.testing.")
 _COMMUNICATES = ("hororing._requests.", "hororing._api.init", "torch.distributed")
 _MOST = 100  # characters of an expression
@@ -46,7 +47,7 @@ def _nothing() -> Doing:
 def describe(frame: FrameType, since: float = 0.0) -> Doing:
     """Describe a thread by its innermost frame. `since`: requests are of later, in time.time()."""
     frames = _own(list(_outwards(frame))[::-1])
-    users = [each for each in frames if not each.f_code.co_filename.startswith(_LIBRARIES)]
+    users = [each for each in frames if not is_library(each.f_code.co_filename)]
     here = users[-1] if users else frames[-1]
     below = frames[frames.index(here) + 1 :]
     waits = any(str(each.f_globals.get("__name__")).startswith(_COMMUNICATES) for each in below)
@@ -56,6 +57,11 @@ def describe(frame: FrameType, since: float = 0.0) -> Doing:
     stack = "".join(traceback.StackSummary.extract(pairs).format())
     file = here.f_code.co_filename
     return Doing(what, file, here.f_lineno, stack, _requests(since))
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is not the user's. An environment may borrow the packages of another."""
+    return file.startswith(_LIBRARIES) or any(each in file for each in _INSTALLED)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Sequence
 
+from hororing.testing.doing import is_library
 from hororing.testing.messages import Doing
 from hororing.testing.pool import Outcome
 
@@ -82,7 +83,8 @@ def _is_inner(line: str) -> bool:
 
 def _place(doing: Doing | None) -> str:
     found = _FRAME.findall(_stack(doing))
-    return f" at {os.path.basename(found[-1][0])}:{found[-1][1]}" if found else ""
+    users = [each for each in found if not is_library(each[0])] or found
+    return f" at {os.path.basename(users[-1][0])}:{users[-1][1]}" if users else ""
 
 
 def _end(code: int) -> str:

@@ -14,6 +14,8 @@ import pytest
 import hororing.errors
 import hororing.numpy as hvd
 import hororing.testing
+from hororing.testing import sentences
+from hororing.testing.messages import Doing
 
 made: list[str] = []
 
@@ -143,6 +145,17 @@ def test_hypothesis_has_the_same_examples_on_all_ranks(number):
 def test_the_process_of_the_tests_is_no_rank():
     assert not hvd.is_initialized()
     assert made == ["module"]
+
+
+def test_a_rank_that_cannot_answer_is_at_the_line_of_the_user():
+    lines = [
+        (hororing.errors.__file__, 3),  # the innermost, of this package
+        ("/usr/lib/python3/dist-packages/torch/_ops.py", 2),  # of another environment
+        ("/home/me/test_x.py", 1),
+    ]
+    text = "Thread (most recent call first):\n"
+    text += "\n".join(f'  File "{file}", line {line} in f' for file, line in lines)
+    assert sentences._doing(Doing("", "", 0, text)) == "is at test_x.py:1"
 
 
 def add(a: int, b: int = 0) -> int:
