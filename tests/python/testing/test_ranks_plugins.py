@@ -94,6 +94,7 @@ def test_coverage_of_ranks_counts(workers: int, tmp_path: Path):
     assert re.search(r"test_it.py +\d+ +1 +\d+% +10\n", printed), printed
 
 
+@tiers.full
 def test_pytest_timeout_ends_a_rank(tmp_path: Path):
     text = """
 import time, pytest, hororing.numpy as hvd
