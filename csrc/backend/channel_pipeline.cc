@@ -81,9 +81,7 @@ void ChannelPipeline::Begin() {
     packed += piece.size();
     local_.to_slot().Fence();
     for (const int to : channel.to) {
-      if (piece.size() > 0) {
-        sends_.Add(wire_.Send(to, Place(i, number), piece.size()), to, number);
-      }
+      if (piece.size() > 0) sends_.Add(wire_.Send(to, Place(i, number), piece.size()), to, number);
     }
   }
   span.End(packed);

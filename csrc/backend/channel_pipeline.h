@@ -1,6 +1,5 @@
 // ChannelPipeline: all-gathers over several hosts. A channel is the data of one rank. It crosses
-// once to every host, to one rank there, its owner. The other ranks of the host copy it from the
-// owner's slot.
+// once to every host, to one rank there, its owner, from whose slot the other ranks copy it.
 //
 //   all-gather, 2 hosts x 2 ranks, channels a b c d of ranks 0 1 2 3
 //
@@ -50,8 +49,7 @@ struct ChannelPlan {
   size_t piece = 0;           // bytes of a channel in one block
   uint64_t blocks = 0;
 
-  // `most`: the largest number of channels that a rank owns. REQUIRES: capacity / most >=
-  // kMinBytes.
+  // `most`: the most channels that a rank owns. REQUIRES: capacity / most >= kMinBytes.
   ChannelPlan(std::vector<Channel> all, const SetSlots& set, size_t most);
   static constexpr size_t kMinBytes = 4 << 10;
 };

@@ -13,9 +13,8 @@
 namespace hororing {
 namespace {
 
-// The fusion buffer grows in these steps, so that several batches of growing size do not each fault
-// in fresh pages. The slack takes the padding between tensors: a full batch of 64 MiB needs no
-// further step.
+// The fusion buffer grows in these steps, lest growing batches fault in fresh pages each time. The
+// slack takes the padding between tensors: a full batch of 64 MiB needs no other step.
 constexpr size_t kGrowth = 4 << 20;
 constexpr size_t kSlack = 256 << 10;
 
@@ -24,8 +23,7 @@ constexpr size_t kSlack = 256 << 10;
 // processor time over TCP among four hosts (ADR 38).
 constexpr size_t kRingChunk = 64 << 10;
 
-// Orders the ranks host by host, so that a ring enters and leaves every host once; null if they are
-// already in that order.
+// Orders the ranks host by host: a ring enters and leaves each once. Null: they are in that order.
 std::unique_ptr<Subgroup> HostByHost(Transport& transport,
                                      const std::vector<std::vector<int>>& ranks_on) {
   std::vector<int> order;

@@ -1,7 +1,6 @@
 // HostBackend: runs any batch on host memory over any Transport. Several tensors of an allreduce
 // are packed into the fusion buffer, reduced there and unpacked; a single tensor is reduced in
-// place. The other collectives of several tensors share messages in the same way; broadcasts do so
-// only for small tensors.
+// place. Other collectives of several tensors share messages likewise; broadcasts only small ones.
 #pragma once
 
 #include <memory>

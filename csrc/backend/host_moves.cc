@@ -9,8 +9,7 @@
 
 namespace hororing {
 
-// Tensors of at least this size are broadcast without copies: copying them in and out would cost
-// more than another tree.
+// Tensors from this size on are broadcast without copies, which would cost more than another tree.
 constexpr size_t kBroadcastAlone = 256 << 10;
 
 // Several tensors share one message per rank, with the rank's parts of all of them, contiguous.
@@ -90,9 +89,7 @@ Status HostBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink&
   const bool is_root = transport_.rank() == batch.root;
   size_t total = 0, count = 0;  // of the small tensors
   for (const BatchEntry& entry : batch.entries) {
-    if (is_root && entry.output != entry.input) {
-      CopyBytes(entry.output, entry.input, entry.bytes());
-    }
+    if (is_root && entry.output != entry.input) CopyBytes(entry.output, entry.input, entry.bytes());
     total += small_bytes(entry, 0);
     count += small_bytes(entry, 0) > 0 ? 1 : 0;
   }

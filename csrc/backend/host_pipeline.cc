@@ -19,9 +19,8 @@ constexpr TimeNs kLongestWireSleep = 100 * kMicrosecond;
 
 namespace {
 
-// Whether the counter of the rank at `slot` has reached `value`. If not, notes it in this rank's
-// own. All sequentially consistent, here and in Publish: either this rank sees the new value, or
-// the other one sees the note and rings.
+// Whether the counter of the rank at `slot` has reached `value`; else notes it in this rank's own.
+// Sequentially consistent, as Publish: this rank sees the value, or the other the note, and rings.
 bool HasReached(const SlotCounter& theirs, uint64_t value, int slot, SlotCounter* own) {
   if (theirs.reached.load() >= value) return true;
   if (own->awaits.load(std::memory_order_relaxed) == slot) return false;
@@ -105,8 +104,7 @@ Status HostPipeline::Run() {
   return status;
 }
 
-// Blocks until no rank reads this rank's slot for another set. The readers need nothing more of
-// this rank, which has done its part.
+// Blocks until no rank reads this rank's slot for another set, which needs nothing more of it.
 Status HostPipeline::WaitForReaders() {
   const ShmTransport::SlotReaders& readers = local_.slot_readers();
   SlotCounter& own = segment_.rank_state(local_.rank()).progress[readers.set].consumed;

@@ -1,5 +1,4 @@
-// Several tensors in the fusion buffer, ordered by rank, for collectives in which every rank has
-// its own part of each tensor:
+// Several tensors, by rank, for collectives in which each rank has a part of the fusion buffer:
 //
 //   tensors x, y; 2 ranks       x0 y0 | x1 y1        digit: the rank whose part it is
 //

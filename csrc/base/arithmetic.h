@@ -1,6 +1,5 @@
-// The floating-point environment of the calling thread, which belongs to whoever started the
-// thread. TensorFlow's threads flush subnormal numbers to zero, for example, and a new thread
-// inherits that.
+// The floating-point environment of the calling thread, set by whoever started it. TensorFlow's
+// threads flush subnormal numbers to zero, for example; a new thread inherits that.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +28,7 @@ inline uint64_t Arithmetic() { return 0; }
 inline void SetArithmetic(uint64_t) {}
 #endif
 
-// While it lives, this thread rounds to nearest and keeps subnormals, so that results do not depend
-// on which thread computes them.
+// While it lives, this thread rounds to nearest and keeps subnormals: any thread has equal results.
 class StandardArithmetic {
  public:
   StandardArithmetic() : before_(Arithmetic()) {

@@ -3,8 +3,7 @@
 // Open MPI with MPI_THREAD_MULTIPLE has deadlocked itself on learning over TCP that a peer had
 // died; NVIDIA's driver waits for kernels that wait for a peer. Nothing ends such a call. Threads
 // that wait for the calling thread notice it here and abandon that thread. If the call returns
-// after all, its thread stops there forever, before it touches anything that others have taken
-// over.
+// after all, its thread stops there forever, before it touches what others have taken over.
 //
 // Thread-safety: Call on one thread, never two at a time; everything else on any.
 #pragma once

@@ -11,8 +11,7 @@ TimeNs CoarseNowNs() {
 }
 
 TimeNs NowNs() {
-  // Not std::chrono::steady_clock: the library chooses its clock, and times of several processes
-  // are compared here.
+  // Not std::chrono::steady_clock, whose clock may differ: times of processes are compared here.
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<TimeNs>(now.tv_sec) * kSecond + now.tv_nsec;

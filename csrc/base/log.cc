@@ -21,8 +21,7 @@ struct Queue {
   bool closed = false;            // GUARDED_BY(mutex)
 };
 
-// Never destroyed: the engine's thread may outlive static destructors if a shutdown has given up on
-// a dead peer.
+// Never destroyed: the engine's thread may outlive static destructors after a failed shutdown.
 Queue& queue = *new Queue();
 
 }  // namespace

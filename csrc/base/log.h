@@ -20,8 +20,7 @@ struct LogRecord {
 };
 
 void SetLogLevel(LogLevel minimum);
-// Drops records below the level. If kMaxRecords wait, it drops the oldest and counts it; the next
-// record that is taken reports the count.
+// Drops records below the level; if kMaxRecords wait, the oldest, which the next taken one counts.
 void Log(LogLevel level, std::string text);
 
 enum class LogTake { kRecord, kNothing, kClosed };

@@ -1,7 +1,6 @@
 // Status: what a fallible operation returns. Exceptions exist only at the Python edge.
 //
-// `rank` names the peer at fault for kPeerLost (-1 if there is none), so that the Python side need
-// not parse the text.
+// `rank` names the peer at fault for kPeerLost (-1: none), so that Python need not parse the text.
 #pragma once
 
 #include <string>

@@ -13,8 +13,7 @@ inline bool ContinuesCharacter(char byte) {
   return (static_cast<unsigned char>(byte) & 0xC0) == 0x80;
 }
 
-// The longest beginning of `text` that has at most `most` bytes and does not end inside a
-// character.
+// The longest beginning of `text` of at most `most` bytes that does not end inside a character.
 inline std::string_view Shortened(std::string_view text, size_t most) {
   if (text.size() <= most) return text;
   const size_t least = most < 3 ? 0 : most - 3;  // a character has at most four bytes

@@ -27,9 +27,8 @@ constexpr int kDataTypeCount = 11;
 // With those after them, which are only copied. types.cc has their names.
 constexpr int kCopiedTypeCount = 21;
 
-// The numbers of Horovod's public constants (hvd.Average == 0, ...). A new one also goes into
-// types.cc, reduce*, gpu/nccl_batch.cc, capi/hororing.h, and Python's arguments.py, exports.py and
-// numpy.py.
+// The numbers of Horovod's public constants (hvd.Average == 0, ...). Others: see also types.cc,
+// reduce*, gpu/nccl_batch.cc, capi/hororing.h, Python's arguments.py, exports.py and numpy.py.
 enum class ReduceOp : uint8_t {
   kAverage = 0,
   kSum = 1,
@@ -62,8 +61,7 @@ inline bool IsGathering(Collective kind) {
   return kind == Collective::kAllgather || kind == Collective::kAlltoall;
 }
 
-// Where the tensors of a batch begin in its buffer. A multiple of every element size, as long as
-// the vectors of any processor.
+// Where tensors begin in a batch's buffer: a multiple of every element size, and of any vector.
 constexpr size_t kCacheLine = 64;
 
 // To a multiple of `unit`.
@@ -77,8 +75,7 @@ const char* Name(Collective kind);                         // "allreduce"
 std::string UpperName(Collective kind);                    // "ALLREDUCE", as in the timeline
 std::string ShapeText(const std::vector<int64_t>& shape);  // "[256, 128]"
 
-// A tensor as the core sees it: contiguous memory that the caller owns and keeps alive until the
-// request's handle is complete.
+// A tensor as the core sees it: contiguous memory, alive until the request's handle is complete.
 struct TensorView {
   static constexpr int kHost = -1;
 

@@ -8,9 +8,8 @@
 
 namespace hororing {
 
-// Ends every wait of `engine` when that generation (0: not elastic) is over, or at once if it is
-// known to be. Replaces the engine of an earlier call; null: none is watched. Any thread; does not
-// block.
+// Ends every wait of `engine` when that generation (0: not elastic) is over, or at once if that is
+// known. Replaces the engine of an earlier call; null: none. Any thread; does not block.
 void WatchGeneration(int64_t generation, const std::shared_ptr<Engine>& engine);
 
 }  // namespace hororing

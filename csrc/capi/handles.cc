@@ -62,9 +62,7 @@ HR_EXPORT int hr_wait_many(const int64_t* handles, int32_t count, double timeout
                                 ? engine->WaitMany(handles, number, timeout, &all_ok, &events)
                                 : Handles()->WaitMany(handles, number, timeout, &all_ok, &events);
   if (state == HandleState::kPending) return HR_PENDING;
-  if (!all_ok) {
-    return Remember(Status(Code::kInvalidArgument, "some of these handles have failed"));
-  }
+  if (!all_ok) return Remember(Status(Code::kInvalidArgument, "some of these handles have failed"));
   for (size_t i = 0; stream != nullptr && i < events.size(); ++i) {
     const Status status = events[i]->StreamWait(StreamOf(*stream));
     if (!status.ok()) return Remember(status);

@@ -31,8 +31,7 @@ inline CuStream StreamOf(uintptr_t stream) { return reinterpret_cast<CuStream>(s
   }
 int Caught() noexcept;
 
-// requests.cc: kInvalidArgument, naming the request, if it is invalid. `entry`: a new one, or one
-// that Engine::Submit has returned.
+// requests.cc: kInvalidArgument if the request is invalid. `entry`: a new one, or Engine::Submit's.
 Status MakeEntry(const hr_request& from, const ProcessSets& sets, int rank, TensorEntry* entry);
 inline std::optional<double> WeightOf(const hr_request& from) {
   return from.weight != nullptr ? std::optional<double>(*from.weight) : std::nullopt;

@@ -1,5 +1,4 @@
-// Converts requests of the C interface to the engine's, and finds errors that one rank can see
-// alone.
+// Converts requests of the C interface to the engine's, and finds errors that one rank sees alone.
 
 #include <algorithm>
 

@@ -19,8 +19,7 @@ constexpr size_t kAlgorithmsUsed = 6;
 // How allreduces are carried out, alike on all ranks of a job.
 struct AllreduceOptions {
   bool reproducible = false;  // rank-order sums everywhere
-  // Bytes that a host sends in the time that a message needs to arrive, about: 3 KB at 200 Mbit/s,
-  // 60 KB at 10 Gbit/s.
+  // Bytes that a host sends while a message arrives, about: 3 KB at 200 Mbit/s, 60 KB at 10 Gbit/s.
   size_t latency_bytes = 16 << 10;
 };
 

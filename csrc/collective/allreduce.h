@@ -1,7 +1,6 @@
 // Collectives with arithmetic over a Transport: allreduce and reduce-scatter. Stateless: the caller
-// provides scratch memory, and nothing is remembered between calls. All ranks pass equal arguments,
-// except for `scratch` and the addresses of their data. An allreduce gives identical bits on all
-// ranks.
+// provides scratch memory. All ranks pass equal arguments, except for `scratch` and the addresses
+// of their data. An allreduce gives identical bits on all ranks.
 //
 //   algorithm               messages          bytes sent per rank   rounding, order
 //   RingAllreduce           2(N-1)            2(N-1)/N * S          ring order, differs per chunk
@@ -61,8 +60,7 @@ class Scratch {
   size_t bytes_ = 0;
 };
 
-// A buffer to reduce in place. Each ReduceSpec is applied in full: prescale before, Average's
-// division and postscale after.
+// A buffer to reduce in place. Each ReduceSpec is applied in full: prescale, division, postscale.
 struct ReduceBuffer {
   ReduceBuffer() = default;
   ReduceBuffer(void* at, size_t elements, const ReduceSpec& spec)

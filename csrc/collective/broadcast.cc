@@ -15,8 +15,7 @@
 // messages of S / K bytes, for K segments.
 //
 // The chain is chosen if it takes less time by that count (latency is hidden at these sizes): N - 2
-// + K < ceil(log2 N) * K. It is also chosen for two ranks, where both take the same time, to bound
-// the message size.
+// + K < ceil(log2 N) * K; and for two ranks, where times are equal, to bound the message size.
 //
 // Source: [Thakur 2005] (collectives.h) for the tree; J. Pjesivac-Grbovic et al., "Performance
 // analysis of MPI collective operations", Cluster Comput. 10 (2007) 127-143,

@@ -15,8 +15,7 @@
 
 namespace hororing {
 
-// Copies `data` of `root` to `data` of all ranks. A binomial tree for small payloads; a pipelined
-// chain in segments for large ones.
+// Copies `data` of `root` to all ranks: a binomial tree for small ones, else a chain in segments.
 Status Broadcast(Transport& transport, int root, void* data, size_t bytes, TimeNs deadline,
                  size_t segment_bytes = 0);
 
@@ -29,8 +28,7 @@ struct GatherOptions {
   bool pairwise = false;
 };
 
-// Rank r contributes bytes_per_rank[r]; `result` receives all contributions in rank order,
-// contiguous. `input` may be this rank's part of `result`.
+// Rank r contributes bytes_per_rank[r]; `result`, in rank order, may contain this rank's `input`.
 Status AllgatherV(Transport& transport, const void* input,
                   const std::vector<size_t>& bytes_per_rank, void* result, TimeNs deadline,
                   const GatherOptions& options = {});

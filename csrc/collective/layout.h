@@ -1,12 +1,10 @@
-// Layout: the types and operations in a buffer that an allreduce sums. A buffer is a list of runs:
-// neighbouring elements of one type that are reduced alike.
+// Layout: types and operations in a buffer that is summed: runs of elements that are reduced alike.
 //
 //   run 0: float32, Average         | run 1: bfloat16, Average  | run 2: int64, Sum
 //   begins at byte 0                | begins at a cache line    | begins at a cache line
 //
-// The algorithms cut buffers into parts and messages by bytes and know nothing of types. A message
-// may hold parts of several runs. The partial results (kernels/reduce.h) of the runs are
-// contiguous, in the order of the buffer.
+// The algorithms cut buffers by bytes, whatever the types. A message may hold parts of several
+// runs. Partial results (kernels/reduce.h) of the runs are contiguous, in the order of the buffer.
 //
 // Thread-safety: as a container of the standard library.
 #pragma once
@@ -41,8 +39,7 @@ class Layout {
     return PartialBytes(span.begin + span.size) - PartialBytes(span.begin);
   }
 
-  // The buffer may be cut at multiples of this many bytes: an element or, with several runs, a
-  // cache line.
+  // The buffer may be cut at multiples of these bytes: an element; with several runs, a cache line.
   size_t unit() const { return runs_.size() == 1 ? ElementSize(runs_[0].spec.dtype) : kCacheLine; }
   // Part `index` of `count` of a span. Sizes differ by at most one unit.
   Span Part(const Span& span, int count, int index) const;
@@ -77,8 +74,7 @@ class Layout {
 // An allreduce of one rank: only applies the factors. May be in place.
 void ReduceAlone(const Layout& layout, std::byte* result, const std::byte* source);
 
-// The steps of kernels/reduce.h for the runs in `span`. All pointers are to the beginning of the
-// span, or of its partial results.
+// The steps of kernels/reduce.h for the runs in `span`, where all pointers begin.
 void StartPartial(const Layout& layout, const Span& span, std::byte* partial,
                   const std::byte* source);
 void CombinePartials(const Layout& layout, const Span& span, std::byte* accumulator,

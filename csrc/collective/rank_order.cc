@@ -1,5 +1,4 @@
-// An allreduce that combines every element in rank order: the same bits whatever the element is
-// fused with, and one rounding for 16-bit floats.
+// An allreduce in rank order: the same bits whatever is fused; one rounding for 16-bit floats.
 //
 // Reduce-scatter in place (reduce_scatter.cc), then all-gather around a ring (allgather.cc):
 //
@@ -8,8 +7,7 @@
 //   scatter      a  b0 c0        a1 b  c1        a2 b2 c        chunk r complete on rank r
 //   gather       a  b  c         a  b  c         a  b  c
 //
-// Cost per rank: N-1 messages at once and N-1 one after the other, 2(N-1)/N * S bytes sent and
-// as many received, S bytes combined.
+// Cost per rank: N-1 messages at once, N-1 in turn; 2(N-1)/N * S bytes each way, S combined.
 
 #include <vector>
 

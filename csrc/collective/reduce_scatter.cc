@@ -17,11 +17,9 @@
 // Cost per rank: N-1 messages at once. A rank sends S bytes minus its own part, receives its own
 // part N-1 times and combines it N times: (N-1)/N * S and S if the parts are equal.
 //
-// No deadlock: a wait of round k requires only that the other ranks have posted round k, which they
-// do before they wait for it.
+// No deadlock: a wait of round k requires only that others have posted round k, before they wait.
 //
-// Source: the pairwise exchange of [Thakur 2005] (collectives.h); the order of summation and the
-// segments are ours.
+// Source: the pairwise exchange of [Thakur 2005] (collectives.h); order and segments are ours.
 
 #include <algorithm>
 #include <deque>

@@ -26,14 +26,11 @@
 // s + 1 rank r forwards what it received in step s, segment by segment, also between the
 // reduce-scatter and the all-gather: no rank waits for a whole chunk, and the wire is never idle.
 //
-// Cost per rank: the latency of 2(N-1) messages, 2(N-1)/N * S bytes sent and received, the minimum,
-// and (N-1)/N * S bytes combined.
+// Cost per rank: 2(N-1) messages; 2(N-1)/N * S bytes sent and received, (N-1)/N * S combined.
 //
-// No deadlock: a wait in step s requires only what a neighbour does in steps before s, or in step s
-// before its own wait.
+// No deadlock: a wait in step s requires only what a neighbour does before its own wait of step s.
 //
-// A receive of step s > N-2 is posted only after waiting for this rank's sends of that chunk, those
-// of step s - N + 1: in step s - N + 2 or later.
+// A receive of step s > N-2 waits for this rank's sends of that chunk, in step s - N + 2 or later.
 //
 // Source: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 // workstations", J. Parallel Distrib. Comput. 69 (2009) 117-124, doi:10.1016/j.jpdc.2008.09.002.

@@ -4,8 +4,7 @@
 //             element; ContiguousSpans takes the sizes from the caller.
 //   segment   the part that one message carries: while one is combined, the next ones arrive
 //
-// Every rank computes the same division from the sizes alone. Empty chunks have no segments: no
-// rank sends or expects a message for them.
+// Every rank computes the same division from the sizes alone. Empty chunks have no messages.
 #pragma once
 
 #include <algorithm>
@@ -67,9 +66,7 @@ inline size_t SegmentBytes(size_t chunk_bytes, size_t wanted = 0) {
   if (wanted != 0) return wanted;
   constexpr size_t kMin = 32 << 10, kDefault = 256 << 10, kMax = 2 << 20;
   constexpr size_t kCuts = 8, kMessages = 128;
-  if (chunk_bytes < kCuts * kDefault) {
-    return std::max(kMin, chunk_bytes / kCuts / kMin * kMin);
-  }
+  if (chunk_bytes < kCuts * kDefault) return std::max(kMin, chunk_bytes / kCuts / kMin * kMin);
   return std::clamp(chunk_bytes / kMessages / kDefault * kDefault, kDefault, kMax);
 }
 
@@ -143,8 +140,7 @@ class Inflight {
     transfers_.pop_front();
     return transport_.Wait(oldest, deadline_);
   }
-  // Waits for the first `count` of all transfers ever added. Continues after an error, which it
-  // returns.
+  // Waits for the first `count` of all transfers ever added, also after an error, which it returns.
   Status WaitFirst(size_t count) {
     Status first;
     while (added_ - transfers_.size() < count && !empty()) {
@@ -155,8 +151,7 @@ class Inflight {
   }
   Status WaitAll() { return WaitFirst(added_); }
 
-  // Removes transfers that are done, up to the first that is not; never blocks. Sets *moved if
-  // there was one.
+  // Removes transfers that are done, up to the first that is not; never blocks. *moved: some were.
   Status TakeDone(bool* moved) {
     while (!empty() && transport_.Done(oldest().request)) {
       *moved = true;

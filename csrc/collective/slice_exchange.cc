@@ -87,9 +87,7 @@ void SliceExchange::Combine(Slice& slice) {
   };
   std::byte* const sum = source(plan_.host == 0 ? 1 : 0);
   CombinePartials(layout(), own, sum, source(0), source(1));
-  for (int host = 2; host < hosts(); ++host) {
-    CombinePartials(layout(), own, sum, sum, source(host));
-  }
+  for (int host = 2; host < hosts(); ++host) CombinePartials(layout(), own, sum, sum, source(host));
   FinishPartial(layout(), own, plan_.divisor, slice.result + (own.begin - slice.span.begin), sum);
 }
 

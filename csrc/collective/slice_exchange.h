@@ -14,9 +14,8 @@
 // like a ring (the minimum), but with 2 latencies instead of 2(H-1). If a latency costs more than a
 // slice's bytes, hosts send the whole slice to every other host, and nothing is returned.
 //
-// Messages between two ranks match in the order in which they are posted, so that order must be the
-// same everywhere: slice t + lead is sent before slice t is returned and before slice t + lead + 1
-// is sent.
+// Messages between two ranks match in the order of posting, which must be the same everywhere:
+// slice t + lead is sent before slice t is returned and before slice t + lead + 1 is sent.
 #pragma once
 
 #include <cstddef>
@@ -64,16 +63,13 @@ class SliceExchange {
   }
   // REQUIRES: CanBegin(). The place for the host's sum of the next slice, as partial results.
   std::byte* Partial() { return partials_ + begun_ % plan_.depth * partial_room_; }
-  // Starts the next slice, a span of the layout whose sum is in Partial(). `result` is written
-  // until the slice is complete.
+  // Starts the next slice, whose sum is in Partial(). `result` is written until it is complete.
   void Begin(const Span& span, std::byte* result);
-  // Makes progress without blocking. Sets *moved if anything moved.
-  Status Step(bool* moved);
+  Status Step(bool* moved);  // Makes progress without blocking. Sets *moved if anything moved.
   // The number of complete slices; they complete in order.
   uint64_t completed() const { return completed_; }
   bool idle() const { return begun_ == completed_; }
-  // A rank that this one waits for; -1: none.
-  int Lagging() const;
+  int Lagging() const;  // A rank that this one waits for; -1: none.
 
  private:
   struct Slice {

@@ -1,7 +1,6 @@
 // Applier: carries out agreements on one rank, batch by batch in their order.
 //
-// Thread-safety: only for the loop (the holder of Engine::progress_mutex_). Apply blocks while it
-// runs batches.
+// Thread-safety: only for the loop (the holder of Engine::progress_mutex_). Apply runs batches.
 //
 // Invariants
 //   1. Agreements are applied in the order of their sequence; those that do not concern this rank

@@ -102,8 +102,7 @@ bool Engine::AwaitStart(TimeNs timeout_ns, Status* status) {
   return true;
 }
 
-// The thread lets no exception escape: out of memory becomes a failure of this rank, which is
-// sent to its peers.
+// The thread lets no exception escape: out of memory becomes a failure of this rank, sent to all.
 void Engine::ThreadMain(const WorldMaker& make_world) {
   pthread_setname_np(pthread_self(), "hororing");
   const StandardArithmetic arithmetic;  // not that of the thread that calls init
@@ -173,9 +172,8 @@ void Engine::Serve(World& world, Loop& loop) {
   if (peaceful || loop.end_agreed()) CloseAll(world, why.code() == Code::kStalled);
 }
 
-// Called when the start fails. Peers may be running already; without an announcement they would
-// take this exit for a normal shutdown. If all ranks fail with the same error, they wait for one
-// another, so that none reports a lost peer.
+// Called when the start fails. Peers that run would take this exit for a normal shutdown. If all
+// fail with the same error, they wait for one another, so that none reports a lost peer.
 void Engine::AnnounceStartFailure(World& world, const Status& why) {
   if (world.transport == nullptr) return;
   if (all_fail_) return CloseAll(world);

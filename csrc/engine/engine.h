@@ -47,8 +47,7 @@ class Engine {
   static std::unique_ptr<Engine> Begin(const EngineConfig& config, WorldMaker make_world,
                                        std::shared_ptr<HandleTable> handles);
   bool AwaitStart(TimeNs timeout_ns, Status* status);
-  // REQUIRES: the loop has ended (Shutdown or Abort returned true).
-  ~Engine();
+  ~Engine();  // REQUIRES: the loop has ended (Shutdown or Abort returned true).
 
   // Submits `**entry`, whose handle and times are unset and whose request matches its views. `id`:
   // for Start, or 0. Afterwards `*entry` is null or may be used again. `blocking`: this thread
@@ -78,13 +77,11 @@ class Engine {
   // aborted, so that the call has returned. Waits for that until `timeout_ns` is over.
   bool AwaitFreed(TimeNs timeout_ns) const;
 
-  // Asks all ranks to stop; see hr_shutdown. False if the loop did not end in time: the engine must
-  // then be leaked, not destroyed.
+  // Asks all ranks to stop; see hr_shutdown. False: the loop did not end in time; leak the engine.
   bool Shutdown(const std::string& reason, TimeNs timeout_ns);
   // Ends every wait of the loop with `why`; rank -1 means this one. Does not block.
   void Revoke(const Status& why) { shared_.mailbox.Revoke(why); }
-  // Fails this rank and informs the peers, without their consent; see hr_abort. Ends every wait of
-  // the loop. Returns like Shutdown.
+  // Fails this rank and informs the peers; see hr_abort. Ends all waits of the loop. Like Shutdown.
   bool Abort(const std::string& reason, TimeNs timeout_ns);
 
   // Records in `entry`, whose views are on device `ordinal`, when its inputs are ready: view i is

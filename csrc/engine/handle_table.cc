@@ -164,8 +164,7 @@ std::shared_ptr<const DeviceEvent> HandleTable::DoneEvent(int64_t handle) {
 HandleState HandleTable::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns,
                                   bool* all_ok,
                                   std::vector<std::shared_ptr<const DeviceEvent>>* done_events) {
-  // Device memory and events are destroyed after the mutex is released, since that calls the
-  // driver.
+  // Device memory and events are destroyed without the mutex, since that calls the driver.
   std::vector<std::unique_ptr<Outcome>> ended;
   std::unique_lock<std::mutex> lock(mutex_);
   *all_ok = true;

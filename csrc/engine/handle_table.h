@@ -15,8 +15,7 @@
 
 namespace hororing {
 
-// A buffer that the engine owns. It holds a result whose size is known only after negotiation, or
-// the values of a joined rank.
+// Memory of the engine: a result whose size negotiation tells, or the values of a joined rank.
 class ResultBuffer {
  public:
   // False if memory is short. `rows` is the first dimension of the result.
@@ -71,12 +70,10 @@ class HandleTable {
                        std::vector<std::shared_ptr<const DeviceEvent>>* done_events = nullptr);
   // Null if there is no event, or no such handle.
   std::shared_ptr<const DeviceEvent> DoneEvent(int64_t handle);
-  // The first dimension of result `index` of a handle that is done; kInvalidArgument for anything
-  // else. Take moves it out.
+  // The first dimension of result `index` of a handle that is done; else kInvalidArgument.
   Status Rows(int64_t handle, size_t index, int64_t* rows);
   Status Take(int64_t handle, size_t index, ResultBuffer* result);
-  // False when there is no such handle.
-  bool Release(int64_t handle);
+  bool Release(int64_t handle);  // False when there is no such handle.
 
  private:
   // Sleeps until settled(), at most for `timeout_ns`. Returns whether it is.

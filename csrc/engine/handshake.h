@@ -14,9 +14,8 @@ namespace hororing {
 Status CompareFingerprints(Transport& transport, const std::string& fingerprint, TimeNs deadline);
 
 // Measures the offset from rank r's clock to rank 0's; only on rank 0 (zeros elsewhere). Ranks of a
-// host share a clock. Rank 0 asks the first rank of each other host a few times and uses the
-// fastest answer; half of the round trip bounds the error (Cristian, "Probabilistic clock
-// synchronization", 1989).
+// host share a clock. Rank 0 asks the first rank of each other host a few times; half of the
+// fastest round trip bounds the error (Cristian, "Probabilistic clock synchronization", 1989).
 Status MeasureClocks(Transport& transport, const Topology& topology, TimeNs deadline,
                      std::vector<TimeNs>* offsets);
 

@@ -93,8 +93,7 @@ void Loop::Park(std::unique_lock<std::mutex>& progress, uint32_t epoch) {
 }
 
 Loop::Handoff Loop::ProgressUntil(const std::function<bool()>& done, TimeNs deadline) {
-  // Peers ring while the last batch runs. After a few more steps there is usually nothing left, so
-  // the engine's thread need not be woken.
+  // Peers ring while the last batch runs. A few more steps usually save waking the engine's thread.
   constexpr int kFinalSteps = 3;
   const StandardArithmetic arithmetic;
   eventcount_->BeginCallerProgress();
@@ -159,8 +158,7 @@ bool Loop::Decide() {
   return true;
 }
 
-// Rank 0: turns the timeline on and off at the chosen steps. It recognises tensors by name, because
-// a tensor has no cache id before its second step.
+// Rank 0: the timeline at the chosen steps, by tensors' names: a first step has no cache ids.
 void Loop::FollowSteps(const Request& request) {
   const EngineConfig& config = shared_.config;
   if (request.kind != Collective::kAllreduce || request.process_set != kWorldSet) return;
@@ -244,8 +242,7 @@ void Loop::End(Status why) {
   if (!final_ && !why.ok()) final_ = std::move(why);
 }
 
-// Tells the peers that this rank takes no further part. Rank 0 also collects the timeline events
-// that are still in transit.
+// Tells the peers that this rank takes no further part. Rank 0 also collects events in transit.
 void Loop::DrainAndStop() {
   ExitIfOrphaned();  // a peer may have died of the same cause, and been noticed first
   liveness_.Warn(NowNs(), /*at_once=*/true);
@@ -253,8 +250,7 @@ void Loop::DrainAndStop() {
   if (peaceful()) {
     runner_.Leave(After(NowNs(), kFinalTimeout));
   } else {
-    // All ranks receive an agreed end. An announcement would overtake it, and they would report a
-    // lost peer.
+    // All ranks receive an agreed end; an announcement would overtake it, as the loss of a peer.
     if (!end_agreed()) transport_.AnnounceFailure(*final_);
     // If this rank's own script revoked the engine, its traceback gives the reason.
     if (topology_.size > 1 && !transport_.revoked()) {

@@ -181,11 +181,8 @@ bool Loop::Receive() {
     } else if (understood && kind == MessageKind::kAgreement && peer == parent_rank()) {
       Agreement agreement;
       understood = Decode(message, &agreement);
-      // Forward it before carrying it out, which needs all ranks. For the same reason, report
-      // first.
-      for (size_t i = 1; host_reports_ && i < group_.size(); ++i) {
-        Post(group_[i], message);
-      }
+      // Forward it before carrying it out, which needs all ranks; and before that, report.
+      for (size_t i = 1; host_reports_ && i < group_.size(); ++i) Post(group_[i], message);
       if (host_reports_) host_reports_->Decided(agreement);
       pace_.OnAnswer();
       ReportSubmitted();

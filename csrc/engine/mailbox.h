@@ -131,11 +131,9 @@ class Mailbox {
       transport_->AnnounceFailure(why);
   }
 
-  // The time by which the loop's thread has promised to scan the table without being woken;
-  // kForever: no promise. See NotifySubmitted.
+  // When the loop's thread will scan the table without being woken; kForever: see NotifySubmitted.
   std::atomic<TimeNs> poll_by{kForever};
-  // The number of callers that are blocked until their own requests complete (these are reported at
-  // once), and until any request completes.
+  // Callers that are blocked until their own requests complete (reported at once), or any request.
   std::atomic<int> waiting{0}, awaiting_any{0};
 
  private:

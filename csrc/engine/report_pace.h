@@ -1,10 +1,9 @@
 // ReportPace: when the loop reports submitted requests while no caller waits.
 //
 // A message per request would cost a hundred times the request, and be useless: a request is
-// decided only when all ranks have reported it. So a rank collects requests before it reports them,
-// and then waits for an answer before it reports again. A batch costs it one report, whatever the
-// number of tensors (ADR 34). The first requests after a pause wait only briefly, to see whether
-// they begin a burst.
+// decided only when all ranks have reported it. So a rank collects requests, reports them, and
+// waits for an answer before it reports again. A batch costs it one report, whatever the number of
+// tensors (ADR 34). The first requests after a pause wait only briefly: they may begin a burst.
 //
 // Pure: time is an argument.
 #pragma once

@@ -1,5 +1,4 @@
-// Shared: the state that callers and the loop of one engine share. Each member is thread-safe or
-// constant.
+// Shared: what callers and the loop of one engine share. Members are thread-safe or constant.
 #pragma once
 
 #include <cstdint>

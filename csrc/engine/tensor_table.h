@@ -77,9 +77,8 @@ class TensorTable {
   explicit TensorTable(HandleTable* handles);
 
   // Takes `*entry`, or only its views and events if the record has an inactive entry for the same
-  // request. Sets `handle`, and `id`: the caller's id for Start, or 0 if there is none yet.
-  // kDuplicateName while a request of that name is active; kInvalidArgument while a join is active;
-  // after Close, its status.
+  // request. Sets `handle`, and `id`: the caller's id for Start, 0: none yet. kDuplicateName while
+  // a request of that name is active; kInvalidArgument during a join; after Close, its status.
   Status Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id);
   // Starts persistent requests of one tensor in host memory, which is now at `addresses`, in place.
   // Stops at the first that must be submitted: it is active, has no valid id or no memory, or has
@@ -105,12 +104,10 @@ class TensorTable {
     const auto found = known_.find(id);
     return found == known_.end() ? nullptr : found->second;
   }
-  // The cache id of exactly this active request; 0: none.
-  uint64_t IdOf(const Request& request);
+  uint64_t IdOf(const Request& request);  // The cache id of exactly this active request; 0: none.
   // Gives a request its cache id. A name has at most one; an older one is forgotten.
   void Define(uint64_t id, const Request& request, const std::vector<int64_t>& rows);
-  // Forgets a cache id, and its request if inactive.
-  void Forget(uint64_t id);
+  void Forget(uint64_t id);  // Forgets a cache id, and its request if inactive.
 
   // Forgets a process set. Returns its active requests.
   std::vector<std::unique_ptr<TensorEntry>> RemoveSet(int32_t process_set);

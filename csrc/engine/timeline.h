@@ -21,13 +21,11 @@ class Timeline {
 
   // Rank 0, before the switch is agreed upon. `max_bytes` is as for TraceWriter.
   Status Open(const std::string& path, int64_t max_bytes);
-  // The agreed switch. Off: ships the last events; rank 0 closes the file once it has the last
-  // events of all ranks.
+  // The agreed switch. Off: ships the last events; rank 0 closes the file when it has those of all.
   void Switch(bool on, bool mark_cycles);
   // Rank 0: events of `rank`.
   void Receive(int rank, const std::vector<TraceEvent>& events, bool last);
-  // While the timeline is on: ships if it is time.
-  void Ship(TimeNs now);
+  void Ship(TimeNs now);  // While the timeline is on: ships if it is time.
   // When Ship must be called next; kForever if there is nothing to ship.
   TimeNs NextDeadline() const { return sink_.empty() ? kForever : next_ship_ns_; }
   // Rank 0: false while a file is open.

@@ -12,8 +12,7 @@ namespace hororing {
 // How long a caller sleeps before it checks the loop.
 constexpr TimeNs kCheckInterval = 500 * kMillisecond;
 
-// Blocks the caller until `wait` returns another state than kPending, after sleeping at most for
-// the given time.
+// Blocks until `wait` returns another state than kPending, after sleeping at most that long.
 template <typename WaitFn>
 HandleState Engine::WaitUntil(const WaitFn& wait, TimeNs timeout_ns) {
   HandleState state = HandleState::kPending;

@@ -1,5 +1,4 @@
-// Engine: how waiting callers, and a separate thread while a device is in use, notice that the
-// loop's thread will not return.
+// Engine: how callers, and a thread while a device is in use, notice that the loop never returns.
 #include <algorithm>
 #include <chrono>
 #include <string>
@@ -11,8 +10,7 @@
 namespace hororing {
 // A call that should return at once never takes this long, however busy the machine is.
 constexpr TimeNs kLongestCall = 30 * kSecond;
-// The limit for a call during which a neighbour died, or the store said that a rank is lost: after
-// that it never returns.
+// The limit for a call during which a neighbour died, or the store said so: then it never returns.
 constexpr TimeNs kLongestAfterDeath = 2 * kSecond;
 constexpr TimeNs kWatchInterval = 500 * kMillisecond;
 

@@ -126,8 +126,7 @@ Status CudaBackend::Choose(TimeNs deadline) {
   return Status::Ok();
 }
 
-// `nccl_version`: 0 if there is none. `obstacle`: why NCCL cannot be used, the same on every rank;
-// empty if it can.
+// `nccl_version`: 0: none. `obstacle`: why NCCL cannot be used, the same everywhere; empty: none.
 Status CudaBackend::Compare(int nccl_version, TimeNs deadline, std::string* obstacle) {
   const size_t size = static_cast<size_t>(transport_.size());
   Card mine;

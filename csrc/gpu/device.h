@@ -1,14 +1,11 @@
-// Device: one GPU: a private stream that orders all the engine's work on it, events that connect
-// that stream to the framework's streams, and memory.
+// Device: one GPU: a private stream for the engine's work, events towards the framework's, memory.
 //
 //   framework's stream   ... backward | event ----------- wait | step ...
 //   private stream           wait ----+ pack reduce unpack | event ----+
 //
-// No function blocks the host, except those that allocate, and those that end memory where the
-// device has no memory pools.
+// Only functions that allocate block the host, and, without memory pools, those that free memory.
 //
-// Thread-safety: any function from any thread. Only the loop puts work into the private stream, so
-// it determines its order.
+// Thread-safety: any function, any thread. Only the loop uses the private stream, and orders it.
 #pragma once
 
 #include <cstddef>
@@ -30,8 +27,7 @@ class DeviceEvent {
   ~DeviceEvent();
   DeviceEvent(const DeviceEvent&) = delete;
 
-  // Whether the device has reached it.
-  Status Poll(bool* reached) const;
+  Status Poll(bool* reached) const;  // Whether the device has reached it.
   // Makes later work in `stream` of that device wait for it.
   Status StreamWait(CuStream stream) const;
   const Device& device() const { return *device_; }

@@ -6,9 +6,8 @@
 
 namespace hororing {
 
-// A thread waits here for another thread that is in a call of the driver. The loop's thread may be
-// abandoned during this wait, and would then keep the lock forever. So it releases the lock before
-// the watched wait ends, and tries again.
+// A thread waits here for one in a call of the driver. The loop's thread, if abandoned meanwhile,
+// would keep the lock forever; so it releases it before the watched wait ends, and tries again.
 std::unique_lock<std::mutex> Devices::LockOpening() {
   constexpr CallWatch::Name kOpening{"the first use of a device, in another thread,",
                                      "NVIDIA's driver"};
@@ -97,9 +96,7 @@ void Devices::AbortTogether(const std::function<void()>& end_communicators) {
     std::lock_guard<std::mutex> lock(mutex_);
     nccl = nccl_;
   }
-  if (nccl == nullptr || nccl->version < kMinNcclVersionOfGroupedAborts) {
-    return end_communicators();
-  }
+  if (nccl == nullptr || nccl->version < kMinNcclVersionOfGroupedAborts) return end_communicators();
   nccl->group_start();
   end_communicators();
   nccl->group_end();

@@ -27,8 +27,7 @@ class Devices {
   };
   explicit Devices(const Options& options) : options_(options) {}
 
-  // Whether there are devices and a sufficiently new driver.
-  bool Exist();
+  bool Exist();  // Whether there are devices and a sufficiently new driver.
   // Device `ordinal`; kInvalidArgument if it is unusable or another one is in use.
   Status Use(int ordinal, std::shared_ptr<Device>* device);
   // The device in use. A process that has used none gets its likely device.

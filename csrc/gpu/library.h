@@ -13,9 +13,8 @@ namespace hororing {
 
 class Library {
  public:
-  // Opens the first of `paths` that can be opened. A library that the process has already loaded
-  // (for example by the framework) is preferred, because two copies of one library conflict. `what`
-  // is for error texts: "NVIDIA's driver".
+  // Opens the first of `paths` that can be opened; before, what the process has loaded (by a
+  // framework, for example), as two copies conflict. `what`, for errors: "NVIDIA's driver".
   static Status Open(const std::string& what, const std::vector<std::string>& paths,
                      Library* library);
 

@@ -1,8 +1,7 @@
 // The functions that we use of NCCL, libnccl.so.2, which is found at run time.
 //
-// Names, numbers and signatures: nccl.h of NCCL 2.32.3. The minimum version is 2.14, the first with
-// communicators that do not block. tests/python/core/test_gpu_declarations.py compares them with
-// the real header, if present.
+// Names, numbers and signatures: nccl.h of NCCL 2.32.3. The minimum is 2.14, the first with
+// non-blocking communicators. tests/python/core/test_gpu_declarations.py compares the real header.
 #pragma once
 
 #include <cstddef>
@@ -89,8 +88,7 @@ struct NcclApi {
   // Loads the first of `paths` ("a:b:c") that can be loaded. kInvalidArgument with a text for the
   // user if there is none, or if it is too old.
   static Status Load(const std::string& paths, NcclApi* api);
-  // "2.32.3"
-  std::string version_text() const;
+  std::string version_text() const;  // "2.32.3"
 
   // kTransport: "ncclAllReduce of NCCL 2.32.3: invalid usage: text of the last error". `comm` may
   // be null.

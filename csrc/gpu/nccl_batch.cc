@@ -11,8 +11,7 @@
 namespace hororing {
 namespace {
 
-// Whether NCCL multiplies by `factor` without rounding: it computes with the tensor's type. Wider
-// types round as the host does.
+// Whether NCCL, which computes with the tensor's type, multiplies by `factor` as the host rounds.
 bool MultipliesExactly(DataType dtype, double factor) {
   int exponent = 0;
   if (ElementSize(dtype) == 2 && std::abs(std::frexp(factor, &exponent)) != 0.5) return false;

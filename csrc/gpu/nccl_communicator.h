@@ -25,23 +25,18 @@ class NcclCommunicator {
   static Status Make(std::shared_ptr<const NcclApi> api, std::shared_ptr<Device> device,
                      Transport& transport, TimeNs deadline,
                      std::unique_ptr<NcclCommunicator>* made);
-  // Aborts, unless Leave has succeeded.
-  ~NcclCommunicator();
-  // Aborts work in flight. Only the destructor may be called afterwards, and not within the same
-  // group of NCCL.
+  ~NcclCommunicator();  // Aborts, unless Leave has succeeded.
+  // Aborts work in flight. Only the destructor may follow, and not within the same group of NCCL.
   void Abort();
   NcclCommunicator(const NcclCommunicator&) = delete;
 
   // One group of calls, made by `enqueue`, on the device's private stream. Returns when they are in
   // the stream, so that an event can follow.
   Status Group(const std::function<NcclResult()>& enqueue, TimeNs deadline);
-  // kTransport if an operation in the stream has failed.
-  Status Poll() const;
-  // All ranks call it when the stream is empty.
-  Status Leave(TimeNs deadline);
+  Status Poll() const;            // kTransport if an operation in the stream has failed.
+  Status Leave(TimeNs deadline);  // All ranks call it when the stream is empty.
 
-  // The operation that multiplies by `factor` before summing; valid until LimitScaledSums.
-  // REQUIRES: a floating-point type.
+  // Multiplies by `factor` before summing; valid until LimitScaledSums. REQUIRES: a type of floats.
   Status ScaledSum(DataType dtype, double factor, NcclOp* op);
   // Called before each batch: frees the operations if there are many, because factors that change
   // in every step would fill NCCL's table.

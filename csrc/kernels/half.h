@@ -1,9 +1,7 @@
-// float16 and bfloat16 in software: the reference for every kernel, and the kernels themselves
-// where the processor has no instruction for it.
+// float16 and bfloat16 in software: the reference for kernels, and these without an instruction.
 //
-// One formula serves numbers and vectors (GCC's vector extension): `Bits` is uint32_t or a
-// vector of uint32_t, `Float` is float or a vector of as many floats, and neither branches. A
-// 16-bit pattern occupies the low half of its 32-bit lane.
+// One formula for numbers and vectors (GCC's extension): `Bits` is uint32_t or a vector of it,
+// `Float` is float or a vector of as many. A 16-bit pattern is in the low half of its 32-bit lane.
 //
 // Rounding is to nearest even, infinities and subnormals are kept, and a NaN becomes quiet and
 // keeps the upper bits of its payload, as with F16C.
@@ -48,8 +46,7 @@ static inline Bits HalfBitsFromFloat(Float value) {
   const Bits bits = BitCast<Bits>(value);
   const Bits sign = (bits >> 16) & 0x8000u;
   const Bits size = bits & 0x7FFFFFFFu;
-  // Normal halfs: 13 bits fall away; a carry out of the fraction raises the exponent, up to
-  // infinity's.
+  // Normal halfs: 13 bits fall away; a carry out of the fraction raises the exponent.
   const Bits normal = (size - 0x38000000u + 0x0FFFu + ((size >> 13) & 1u)) >> 13;
   // Below 2^-14: in the binade of 0.5 a float's last bit is worth 2^-24, the unit of subnormal
   // halfs, so the addition rounds as it should.

@@ -1,5 +1,4 @@
-// Kernels for x86-64 with AVX2 and F16C. Compiled with -mavx2 -mf16c: reduce.cc asks the
-// processor first.
+// Kernels for x86-64, compiled with -mavx2 -mf16c: reduce.cc asks the processor first.
 
 #include <immintrin.h>
 

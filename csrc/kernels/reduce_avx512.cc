@@ -16,8 +16,7 @@ typedef float Floats __attribute__((vector_size(kVectorBytes)));
 typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t Shorts __attribute__((vector_size(kVectorBytes / 2)));
 
-// Zero-masked with a full mask: plain instructions, without the headers' undefined operands that
-// GCC 12 warns about.
+// Zero-masked with a full mask, without the headers' undefined operands that GCC 12 warns about.
 inline Floats FloatsFromHalfs(Shorts halfs) {
   return BitCast<Floats>(_mm512_maskz_cvtph_ps(0xFFFF, BitCast<__m256i>(halfs)));
 }

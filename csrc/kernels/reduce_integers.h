@@ -1,6 +1,5 @@
-// Integers with factors, and averages of integers: through a wide accumulator, without SIMD
-// intrinsics. Gradients are not integers; plain integer sums, which counters and metrics use,
-// are in reduce_kernels.inc.
+// Integers with factors, and averages of integers: through a wide accumulator, without intrinsics.
+// Gradients are not integers; plain integer sums, of counters, are in reduce_kernels.inc.
 #pragma once
 
 #include <cstddef>

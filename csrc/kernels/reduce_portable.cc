@@ -1,5 +1,4 @@
-// Kernels for any processor: vectors of 16 bytes, which the compiler maps to the target's baseline
-// (SSE2, NEON) or to scalars.
+// Kernels for any processor: vectors of 16 bytes, which are SSE2, NEON or scalars to the compiler.
 
 #include <cstdint>
 

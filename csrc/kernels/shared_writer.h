@@ -21,9 +21,8 @@ class StorePolicy {
   // Bytes of one measurement, bytes between two measurements, and how many measure the stores in
   // use for each one that measures the others; fewer at the start, when memory is new.
   static constexpr size_t kSample = 32 << 10, kInterval = 1 << 20, kTrialEvery = 32;
-  // Streaming starts if work with ordinary stores takes this many times as long, and ends if it
-  // takes less. Within one cache the factor is below two, which the readers' gain outweighs; across
-  // caches it is three and more.
+  // Streaming starts if work with ordinary stores takes this many times as long, ends if it takes
+  // less. Within a cache the factor is below two, which readers gain; across caches three and more.
   static constexpr double kBegin = 2.5, kEnd = 1.8;
 
   bool streaming() const { return streaming_; }
@@ -63,8 +62,7 @@ class SharedWriter {
 
   // Others may read it after the next Fence and a release store to the flag that they wait for.
   void Copy(void* to, const void* from, size_t bytes);
-  // Ends a sequence of copies and of the work between them, which are timed together, because a
-  // single store cannot be timed.
+  // Ends copies and the work between them, timed together: a single store cannot be timed.
   void Fence();
   const StorePolicy& choice() const { return choice_; }
 

@@ -1,13 +1,11 @@
 // Membership: sends heartbeats to the store of an elastic job, and receives the end of a generation
-// at once. It has one connection, which Python has opened and authenticated, and its own thread,
-// which needs neither the interpreter nor the loop, so that a computing process does not count as
-// dead.
+// at once. It has a connection, which Python has opened and authenticated, and its own thread,
+// which needs neither interpreter nor loop, so that a computing process does not count as dead.
 //
 //   process -> store   one byte, every interval
 //   store -> process   frames of fixed size; the first byte makes it repeat the current ones
 //
-// Thread-safety: any thread, except that the constructor and the destructor are not called at the
-// same time as anything else.
+// Thread-safety: any thread, but constructor and destructor at no other's time.
 #pragma once
 
 #include <atomic>
@@ -28,8 +26,7 @@ class Membership {
 
   // `socket` is borrowed, and connected until the destructor returns.
   Membership(int socket, TimeNs interval_ns, Ended ended);
-  // Ends the thread and the connection.
-  ~Membership();
+  ~Membership();  // Ends the thread and the connection.
 
   // Ok until this process learns that the generation is over.
   Status Check(int64_t generation) const;

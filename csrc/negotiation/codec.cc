@@ -58,8 +58,7 @@ class Writer {
   std::string bytes_;
 };
 
-// Has the functions of a Writer, and reads what they write. Reads until the first malformed item;
-// from then on everything is zero and ok() is false.
+// Like a Writer, reads what that writes; from the first malformed item on zeros, and ok() is false.
 class Reader {
  public:
   explicit Reader(const std::string& bytes)

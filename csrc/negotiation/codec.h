@@ -1,6 +1,5 @@
-// Codec: the bytes of negotiation messages, hand-written (ADR 8): integers are LEB128 (zigzag
-// where they may be negative), doubles eight bytes little-endian, strings length-prefixed. All
-// ranks run the same version, which they compare at init.
+// Codec: the bytes of negotiation messages, hand-written (ADR 8): integers are LEB128 (zigzag if
+// signed), doubles little-endian, strings length-prefixed. Versions are compared at init.
 //
 // Decoding never trusts its input: a truncated or malformed message is an error, not a crash.
 #pragma once

@@ -239,8 +239,7 @@ Status Coordinator::Agree(TensorState& tensor, Decision* decision) {
   return Status::Ok();
 }
 
-// The request is decided. Clear the blocked state of its members: a later blocked report refers to
-// another request.
+// The request is decided. Its members are not blocked: a later report of that is of another one.
 void Coordinator::ClearPending(TensorState& tensor) {
   const ProcessSet* const set = tensor.pending.set;
   if (std::exchange(answered_, set) != set) {

@@ -1,7 +1,6 @@
 // Coordinator: takes the reports of all ranks and makes agreements. On rank 0.
 //
-// A sans-IO state machine: no threads, no transport, no clock. Its decisions depend only on the
-// calls and their order.
+// A sans-IO state machine: no threads, transport or clock. Calls and their order decide.
 //
 // Invariants
 //   1. A request is decided once all members of its process set have reported it or have joined:
@@ -59,13 +58,11 @@ class Coordinator {
   // The part of the latest agreement that concerns any of `ranks`, with the rows that these receive
   // in an alltoall. If there is none, it need not be sent to them.
   std::optional<Agreement> PartFor(const std::vector<int>& ranks, const Agreement& agreement) const;
-  // Whether all ranks get the same agreement.
-  bool IsForAll(const Agreement& agreement) const;
+  bool IsForAll(const Agreement& agreement) const;  // Whether all ranks get the same agreement.
   // When TakeAgreement or InspectStalls has something to do without a new report; kForever: never.
   TimeNs NextDeadline() const;
 
-  // Checks for stalls, if it is due. A stall that lasts longer than the shutdown time becomes a
-  // kAbort in the next agreement.
+  // Checks for stalls, if due. One beyond the shutdown time is a kAbort in the next agreement.
   StallInspector::Finding InspectStalls(TimeNs now);
   // All requests that wait for some rank, the oldest first.
   std::vector<Waiting> AllWaiting(bool joins = false);

@@ -1,5 +1,4 @@
-// HostReports: combines the reports of a host's ranks into one message to the coordinator. On the
-// first rank of every host except rank 0's.
+// HostReports: combines the reports of a host's ranks, on its first; not on the coordinator's host.
 //
 // A request of all ranks is decided when all have reported it, so a report may wait until the other
 // ranks of the host report the same. It must arrive eventually, so that stalls are noticed. Held
@@ -11,8 +10,7 @@
 //   that leaves, everything while a rank of the host has joined; `longest_ns` after the first of
 //   them, at the latest.
 //
-// The message lists the ranks of each report, so no information is lost. Identical reports of
-// several ranks are sent once.
+// The message lists the ranks of each report, so nothing is lost; identical reports are sent once.
 //
 // Sans-IO: time is an argument.
 #pragma once
@@ -30,16 +28,14 @@ namespace hororing {
 
 class HostReports {
  public:
-  // `ranks`: those of this host.
-  HostReports(std::vector<int> ranks, TimeNs longest_ns);
+  HostReports(std::vector<int> ranks, TimeNs longest_ns);  // `ranks`: those of this host.
 
   // `concerns_all`: every request in it concerns all ranks. REQUIRES: `rank` is on this host.
   void Receive(int rank, const Report& report, bool concerns_all, TimeNs now);
   // Ranks do not report a decided request again. REQUIRES: called for every agreement that reaches
   // this host, in order with the reports.
   void Decided(const Agreement& agreement);
-  // Returns the message, if one is due.
-  std::optional<std::string> Take(TimeNs now);
+  std::optional<std::string> Take(TimeNs now);  // Returns the message, if one is due.
   // When Take has something to do without a new report; kForever: never.
   TimeNs NextDeadline() const { return held_count_ > 0 ? After(since_ns_, longest_ns_) : kForever; }
 

@@ -33,9 +33,7 @@ Status Coordinator::ChangeSets(const Request& request, std::vector<int64_t>* row
   if (request.kind == Collective::kAddProcessSet) {
     const bool internal = request.scope() != SetScope::kPublic;
     const Status possible = sets_.Check(request.ranks, internal);
-    if (!possible.ok()) {
-      return Status(possible.code(), request.Title() + ": " + possible.message());
-    }
+    if (!possible.ok()) return Status(possible.code(), request.Title() + ": " + possible.message());
     const int32_t id = sets_.NextId();
     sets_.Add(id, request.ranks, internal);
     *rows = {id};
@@ -137,8 +135,7 @@ bool Coordinator::IsForAll(const Agreement& agreement) const {
 
 std::optional<Agreement> Coordinator::PartFor(const std::vector<int>& ranks,
                                               const Agreement& agreement) const {
-  // A set that this agreement removes concerns every rank that may have been in it. A new set may
-  // have its id by now.
+  // A removed set concerns every rank that may have been in it; a new set may have its id by now.
   const auto concerns = [&](int32_t process_set) {
     const ProcessSet* set = sets_.Find(process_set);
     return set == nullptr || removed_now_.count(process_set) != 0 ||

@@ -129,8 +129,7 @@ struct Decision {
   const Details& details() const;
   bool has_details() const { return details_ != nullptr; }
   Details& set_details();  // REQUIRES: no copy of the decision is made while the result is in use
-  // If both are kRuns of cached requests with consecutive ids, adds the requests of `next` to this
-  // decision and returns true.
+  // If both are kRuns of consecutive cached requests, adds those of `next` and returns true.
   bool Extend(const Decision& next);
 
   Kind kind = Kind::kRun;

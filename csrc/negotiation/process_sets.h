@@ -1,5 +1,4 @@
-// ProcessSets: which ranks belong to which process set. The coordinator and every rank have one,
-// and agreements change all of them alike.
+// ProcessSets: which ranks belong to which process set, on every rank, changed by agreements alike.
 //
 // Thread-safety: one thread at a time (the loop), except for Share.
 #pragma once
@@ -49,19 +48,16 @@ class MemberSet {
 
 class ProcessSets {
  public:
-  // Has kWorldSet, of ranks 0 .. size-1.
-  explicit ProcessSets(int size);
+  explicit ProcessSets(int size);  // Has kWorldSet, of ranks 0 .. size-1.
 
   // kInvalidArgument with a reason if the set cannot be added: a rank is not in the job or occurs
   // twice, or the set already exists and is not internal.
   Status Check(const std::vector<int32_t>& ranks, bool internal) const;
-  // The lowest free id.
-  int32_t NextId() const;
+  int32_t NextId() const;  // The lowest free id.
   // REQUIRES: Check(ranks, internal).ok().
   void Add(int32_t id, const std::vector<int32_t>& ranks, bool internal);
   void Remove(int32_t id);
-  // Null if there is none; valid until Remove.
-  const ProcessSet* Find(int32_t id) const;
+  const ProcessSet* Find(int32_t id) const;  // Null if there is none; valid until Remove.
   // The same from any thread, and for as long as it is needed.
   std::shared_ptr<const ProcessSet> Share(int32_t id) const;
   // Whether `rank` is a member of an existing set.

@@ -27,8 +27,7 @@ std::string Describe(const std::vector<const Waiting*>& stalled) {
   return text;
 }
 
-// Returns the requests all of whose ranks are stuck. A rank that waits for a rank that is not stuck
-// is not stuck either.
+// The requests all of whose ranks are stuck. One that waits for a rank that is not stuck is not.
 std::vector<const Waiting*> Deadlocked(const std::vector<Waiting>& waiting,
                                        std::vector<char> stuck) {
   std::vector<const Waiting*> left;

@@ -23,8 +23,7 @@ struct Waiting {
   bool never_stalls = false;  // a join, which may take any time
 };
 
-// Since when a rank has kept reporting that one of its callers is blocked. Cleared when a request
-// of the rank is decided.
+// Since when a rank has kept reporting a blocked caller. Cleared when a request of it is decided.
 class Blocked {
  public:
   void OnReport(bool blocked, TimeNs now) {
@@ -34,8 +33,7 @@ class Blocked {
   }
   // How long the rank has been blocked; -kForever if it does not report so, or no longer.
   TimeNs Elapsed(TimeNs now) const { return now <= expires_ns_ ? last_ns_ - since_ns_ : -kForever; }
-  // Time between two such reports.
-  static constexpr TimeNs kInterval = kSecond;
+  static constexpr TimeNs kInterval = kSecond;  // Time between two such reports.
 
  private:
   TimeNs since_ns_ = 0, last_ns_ = 0, expires_ns_ = 0;
@@ -67,8 +65,7 @@ class StallInspector {
 
   // The largest number of ranks that are asked for their status.
   static constexpr size_t kMaxAsked = 4;
-  // The part of a warning that quotes the ranks in `expected` that have answered what they are
-  // doing.
+  // The part of a warning that quotes the ranks in `expected` that have said what they are doing.
   static std::string StatusText(const std::map<int, std::string>& expected,
                                 const std::map<int, std::string>& said,
                                 const std::function<std::string(int)>& host_of);

@@ -50,8 +50,7 @@ class Plain {
   // with NumPy's array interface. False: an exception is set.
   bool Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObject* describe);
 
-  // 1: `view` describes the tensor's memory, valid while the tensor is not resized; 0: it is not
-  // plain; -1: an exception is set.
+  // 1: `view` is the tensor's memory, until it is resized; 0: not plain; -1: an exception is set.
   int Describe(PyObject* tensor, hr_tensor* view, Shapes* shapes) const;
   int DescribeAll(PyObject* tensors, std::vector<hr_tensor>* views, Shapes* shapes) const;
 

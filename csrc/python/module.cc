@@ -1,6 +1,5 @@
-// hororing._tensors: the work for every tensor of every call: inspecting it, submitting it and
-// waiting for it. The C interface does the rest; hororing/verbs and collectives.py handle unusual
-// cases.
+// hororing._tensors: the work for every tensor of every call: inspecting it, submitting it, waiting
+// for it. The C interface does the rest; hororing/verbs and collectives.py the unusual cases.
 //
 // Uses CPython's limited API, so that one binary serves all versions, and no header of a framework.
 // Everything runs under the GIL, except for waits.

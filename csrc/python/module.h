@@ -15,8 +15,7 @@ struct PlainTensors {
   Table* table;
 };
 
-// Python calls this instead of `function`, because C++ must not throw into Python. It usually
-// catches std::bad_alloc.
+// Python calls this instead of `function`: C++ (std::bad_alloc, mostly) must not throw into Python.
 template <auto function>
 struct Catching;
 template <typename... Given, PyObject* (*function)(Given...)>
@@ -44,8 +43,7 @@ void* AsSlot(Function function) {
 // gradients.cc: the common path of gradients through an optimizer's hooks.
 // hororing/torch/_optimizer/gradient.py and step.py own these objects and handle all other cases.
 
-// Adds the types Queue and Gradient and the function finish_gradients to the module. Returns -1
-// with an exception set if that fails.
+// Adds Queue, Gradient and finish_gradients to the module. Returns -1 with an exception set.
 int AddGradients(PyObject* module);
 
 // PlainTensors.send_gradients.

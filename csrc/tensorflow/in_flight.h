@@ -41,8 +41,7 @@ int Finish(int64_t handle, const std::function<void(const InFlight&)>& collect);
 // Blocks until the request of this key is complete, if there is one and it was abandoned.
 void FinishAbandoned(const std::string& key);
 
-// A tensor for a handle, to be filled in. The request is abandoned if TensorFlow frees the tensor
-// before Finish was called.
+// A tensor for a handle, to be filled in. If it is freed before Finish, the request is abandoned.
 Tensor NewHandle();
 
 }  // namespace hororing::tensorflow

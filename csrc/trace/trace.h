@@ -30,8 +30,7 @@ enum class Stage : uint8_t {
 };
 const char* Name(Stage stage);  // "HOOK", ...
 
-// The row of an event: one for callers and one for the loop. Negotiations overlap one another, so
-// they are async spans.
+// The row of an event: callers', or the loop's. Negotiations overlap, so they are async spans.
 enum class Track : uint8_t {
   kCaller = 0,     // the thread that submits and waits: HOOK, VIEW, SUBMIT
   kLoop = 1,       // the loop: PLAN, <COLLECTIVE>, PACK, REDUCE, UNPACK, COMPLETE
@@ -68,8 +67,7 @@ class TraceSink {
   bool empty() const;
   // Removes and returns the collected events, in order of arrival.
   std::vector<TraceEvent> Drain();
-  // Events lost because more than kMaxPending waited to be shipped.
-  int64_t dropped() const;
+  int64_t dropped() const;  // Events lost because more than kMaxPending waited to be shipped.
 
   static constexpr size_t kMaxPending = 1 << 20;
 

@@ -190,8 +190,7 @@ Status TraceWriter::Open(const std::string& path, const std::vector<std::string>
 
 // Adds nothing and returns false if the span would cross one of the row.
 bool TraceWriter::Row::Add(TimeNs begin_ns, TimeNs end_ns) {
-  // Spans arrive ordered by their end (see Append), so an earlier one lies inside this one,
-  // before it, or across its begin.
+  // Spans arrive by their end (see Append): an earlier one is inside, before, or across the begin.
   size_t inside = outermost.size();
   while (inside > 0 && outermost[inside - 1].begin_ns >= begin_ns) --inside;
   if (inside > 0 && outermost[inside - 1].end_ns > begin_ns) return false;
@@ -279,8 +278,7 @@ Status TraceWriter::Write(const std::string& records) {
   return Flush(&block);
 }
 
-// Writes `block` after the last record. In the ring it also clears the rest of the last page, which
-// may contain half a record.
+// Writes `block` after the last record; in the ring, clears the last page of half a record.
 Status TraceWriter::Flush(std::string* block) {
   const int64_t needed = tail_ + static_cast<int64_t>(block->size());
   if (needed > end_) {

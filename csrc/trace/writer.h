@@ -8,15 +8,13 @@
 //                           ^ tail_                                  ^ end_
 //
 // Linux checks for SIGKILL between the pages of a write, so no record crosses a page. When a
-// reserve is used up, the closing bracket is missing for a microsecond. It is optional in the Trace
-// Event Format.
+// reserve is used up, the closing bracket, optional in the format, is missing for a microsecond.
 //
 // Note [The last part]: with a limit, the pages behind the metadata are a ring. When the file has
 // reached the limit, records overwrite the oldest ones, page by page. Each page consists of
 // complete records, so the array stays complete, even if the process is killed between two pages.
 //
-// pid = rank + 1, tid = 16 * rank + track + 1: viewers drop pid 0 and tid 0, and tids must be
-// unique over the whole file.
+// pid = rank + 1, tid = 16 * rank + track + 1: viewers drop 0, and tids are unique in the file.
 //
 // The spans of one tid must nest. A caller's span that would cross that of another thread moves to
 // another row of its rank ("caller 2", ...; up to 14 rows).

@@ -52,8 +52,7 @@ class TransportBootstrap final : public Bootstrap {
 };
 
 // Out of band: another thread, which can reach the other ranks, exchanges the texts. It calls
-// AwaitExchange and Exchanged in turns. Share fails at its deadline when that thread stops doing
-// so.
+// AwaitExchange and Exchanged in turns. Share fails at its deadline if it stops doing so.
 class OutOfBandBootstrap final : public Bootstrap {
  public:
   OutOfBandBootstrap(int rank, int size) : rank_(rank), size_(size) {}
@@ -61,11 +60,9 @@ class OutOfBandBootstrap final : public Bootstrap {
   int size() const override { return size_; }
   Status Share(const std::string& mine, TimeNs deadline, std::vector<std::string>* texts) override;
 
-  // There will be no more exchanges.
-  void Close();
+  void Close();  // There will be no more exchanges.
 
-  // For the other thread. True if this rank's text is to be exchanged; false after Close, or if
-  // there was none in time.
+  // For the other thread. True: this rank has a text to exchange; false: Close, or none in time.
   bool AwaitExchange(TimeNs timeout_ns, std::string* mine);
   void Exchanged(Status status, std::vector<std::string> texts);
 

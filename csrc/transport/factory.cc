@@ -194,8 +194,7 @@ Status MakeTcp(Bootstrap& bootstrap, const Topology& topology, const WorldOption
                             transport);
 }
 
-// Whether MPI connects the hosts: if the user wants it, or if all hosts have a network on which MPI
-// is faster than TCP.
+// Whether MPI connects the hosts: the user wants it, or all have a network where it beats TCP.
 Status ChooseMpi(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadline, bool* chosen,
                  std::string* why) {
   *why = "HORORING_TRANSPORT says so";

@@ -26,8 +26,7 @@ struct MpiWorld {
   // A communicator as its Fortran handle (mpi4py: comm.py2f()), or kWorld.
   static constexpr int kWorld = -1;
   int communicator = kWorld;
-  // If not empty: the sub-job of these ranks of that communicator, in this order. Other ranks get
-  // kInvalidArgument.
+  // If not empty: the sub-job of these ranks, in this order; others get kInvalidArgument.
   std::vector<int> ranks;
   int launched = 1;  // the minimum number of processes in kWorld, according to the launcher
 };
@@ -45,11 +44,9 @@ struct MpiFunctions {
   // level. Waits for the other ranks until `deadline`, as far as MPI permits: MPI_Init_thread and,
   // for `world.ranks`, MPI_Comm_create_group have no deadline.
   Status (*open)(const MpiWorld& world, TimeNs spin_ns, TimeNs deadline, Transport** transport);
-  // Does not initialise MPI.
-  void (*describe)(MpiInfo* info);
-  // Calls MPI_Finalize if `open` initialised MPI, it has not been finalised since, and no rank has
-  // failed (MPI would wait for that rank). Once per process, at its very end: MPI cannot be
-  // initialised again.
+  void (*describe)(MpiInfo* info);  // Does not initialise MPI.
+  // Calls MPI_Finalize if `open` initialised MPI, it has not been finalised, and no rank has failed
+  // (MPI would wait for it). Once per process, at its very end: MPI cannot be initialised again.
   void (*finalize)();
 };
 

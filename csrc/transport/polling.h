@@ -1,6 +1,5 @@
-// Polling: what a waiting rank does between two polls. It spins briefly, then yields its core
-// between polls, then sleeps until a bell rings. If nothing can ring it, as with MPI, its sleeps
-// grow longer.
+// Polling: what a waiting rank does between two polls. It spins briefly, then yields its core, then
+// sleeps until a bell rings. If nothing can ring it, as with MPI, its sleeps grow longer.
 #pragma once
 
 #include <linux/futex.h>
@@ -32,9 +31,8 @@ inline void CpuRelax() {
 #endif
 }
 
-// Pauses between two polls. If another thread used the core after the last yield, which the
-// duration of the yield shows, later waits yield at once, too: the peer may be waiting for this
-// core.
+// Pauses between two polls. If another thread used the core after the last yield, as its duration
+// shows, later waits yield at once: the peer may be waiting for this core.
 class Spinner {
  public:
   // `relax`: the number of CPU pauses between polls of memory that a peer is about to write.
@@ -64,8 +62,7 @@ class WakeBell {
   uint32_t count() const { return count_.load(); }
 
   void Ring() {
-    // Sequentially consistent here and in SleepUnless: either the sleeper sees the new count, or
-    // we see that it sleeps.
+    // Sequentially consistent, as in SleepUnless: the sleeper sees the count, or we see it asleep.
     count_.fetch_add(1);
     if (sleeping_.load() == 0) return;
     syscall(SYS_futex, &count_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);

@@ -1,9 +1,8 @@
 // RoutedTransport: the transport of a job over several hosts, within which ranks share memory.
 // Control messages between ranks of one host go through that memory, everything else over the wire.
 //
-// With MPI one thread must do everything, so the loop's thread polls both. It sleeps on the
-// doorbell of the shared memory, which the host's ranks and callers ring, and polls the wire in
-// between.
+// With MPI one thread must do everything. The loop's thread sleeps on the doorbell of the shared
+// memory, which the host's ranks and callers ring, and polls the wire in between.
 #pragma once
 
 #include <memory>
@@ -19,8 +18,7 @@ namespace hororing {
 
 class RoutedTransport final : public Transport {
  public:
-  // `local` connects the ranks of this host, which `ranks` lists by local rank. It is borrowed; the
-  // destructor does not need it.
+  // `local` connects this host's `ranks`, by local rank. Borrowed; the destructor does not need it.
   RoutedTransport(std::unique_ptr<Transport> wire, ShmTransport& local,
                   const std::vector<int>& ranks, TimeNs spin_ns);
 

@@ -16,8 +16,7 @@ namespace hororing {
 
 class Subgroup final : public Transport {
  public:
-  // `ranks` of `parent`, in the order that they have here; this rank is among them. The parent is
-  // borrowed.
+  // `ranks` of `parent`, this one among them, in their order here. The parent is borrowed.
   Subgroup(Transport& parent, std::vector<int> ranks)
       : parent_(parent), ranks_(std::move(ranks)), rank_(RankOf(parent.rank())) {}
 

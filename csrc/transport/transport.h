@@ -1,5 +1,4 @@
-// Transport: moves bytes between the ranks of one world. Knows neither element types nor the
-// meaning of messages.
+// Transport: moves bytes between the ranks of one world, of types and meanings unknown to it.
 //
 // Thread-safety: one thread at a time, except Wake(), Revoke() and the constant rank()/size().
 // If eventcount() is null, it must always be the same thread.
@@ -76,9 +75,8 @@ class Transport {
   virtual Request Send(int peer, const void* data, size_t bytes) = 0;
   virtual Request Receive(int peer, void* data, size_t bytes) = 0;
   virtual Status Wait(Request request, TimeNs deadline) = 0;
-  // Makes progress, and never blocks. Returns whether Wait(request), which is still required, would
-  // return at once. For callers that wait for other things as well; they check for lost peers
-  // themselves (CheckPeers).
+  // Makes progress, never blocks. Returns whether Wait(request), still required, would return at
+  // once. For callers that wait for other things as well; they check for lost peers (CheckPeers).
   virtual bool Done(Request request) = 0;
 
   // Control plane. Post takes ownership of the message and delivers messages to a peer in order,
@@ -86,15 +84,12 @@ class Transport {
   virtual void Post(int peer, std::string message) = 0;
   virtual bool Poll(int* peer, std::string* message) = 0;
 
-  // Moves data in flight in both planes, and never blocks. True if the transport noticed any
-  // progress.
+  // Moves data in flight in both planes, never blocks. True if the transport noticed any progress.
   virtual bool Progress() { return false; }
-  // Returns when a control message may have arrived, after a Wake() since the last Sleep (also one
-  // before this call), or at `deadline`. Spins briefly, then sleeps without using CPU time. May
-  // return early.
+  // Returns when a control message may have arrived, after a Wake() since the last Sleep, or at
+  // `deadline`, or early. Spins briefly, then sleeps without using CPU time.
   virtual void Sleep(TimeNs deadline) = 0;
-  // Any thread. Ends the current or the next Sleep.
-  virtual void Wake() = 0;
+  virtual void Wake() = 0;  // Any thread. Ends the current or the next Sleep.
   // Any thread. Ends every wait of this rank, now and later: waits of the data plane fail with
   // `why`, which CheckPeers also returns; Sleep and Close return. The first call counts. Peers are
   // not notified: AnnounceFailure and Flush still work.
@@ -112,8 +107,7 @@ class Transport {
                               std::vector<bool> /*here*/) {}
   // Reports calls of libraries that could block to `calls`, which outlives this transport's use.
   virtual void Watch(CallWatch* /*calls*/) {}
-  // Ok while every peer is alive. Cheap enough for a few calls a second. It also shows the peers
-  // that this process is running.
+  // Ok while every peer is alive. Cheap: a few calls a second. Shows peers that this process runs.
   virtual Status CheckPeers() = 0;
   // Returns for how long `peer` has given no sign of life, and requests one: call it repeatedly. A
   // rank gives signs of life while it waits for anything, and in CheckPeers, but not while its

@@ -33,8 +33,7 @@ extern std::atomic<bool> broken_here;
 // `peer`: the rank that the call concerned, or -1.
 Status MpiError(const char* call, int error, int peer);
 
-// The ranks of `communicator` that MPI knows to be dead, in no particular order; none if MPI keeps
-// no such list.
+// The ranks of `communicator` that MPI knows to be dead, unordered; none if MPI keeps no such list.
 std::vector<int> KnownDead(MPI_Comm communicator);
 
 // Until this call, MPI reports the dead ranks of `communicator` instead of messages from any rank.

@@ -54,8 +54,7 @@ Status EnsureInitialized() {
     return MpiError("init: MPI_Init_thread", error, -1);
   }
   initialized_here = true;
-  // Errors are returned only for MPI_Init (hororing/_job/launchers.py). Other users of MPI in this
-  // process expect its default.
+  // Errors are returned only for MPI_Init (hororing/_job/launchers.py); others expect the default.
   for (MPI_Comm each : {MPI_COMM_WORLD, MPI_COMM_SELF}) {
     MPI_Comm_set_errhandler(each, MPI_ERRORS_ARE_FATAL);
   }

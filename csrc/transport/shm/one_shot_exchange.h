@@ -43,9 +43,8 @@ class OneShotExchange {
   // `spin_ns`: the longest wait. REQUIRES: segment->geometry().exchange_bytes > 0.
   OneShotExchange(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns);
 
-  // True: all ranks have arrived with this signature; their payloads stay valid until this rank's
-  // next call. False: they have not, and no rank sees a success. REQUIRES: both sizes are within
-  // bounds.
+  // True: all ranks have arrived with this signature; payloads are valid until this rank's next
+  // call. False: not so, on any rank. REQUIRES: both sizes are within bounds.
   bool Try(const void* signature, size_t signature_bytes, const void* payload,
            size_t payload_bytes);
   int size() const { return size_; }

@@ -16,8 +16,7 @@ namespace {
 // How often a sleeping rank, whose caller checks too, checks whether its peers are alive.
 constexpr TimeNs kIdleCheckInterval = 500 * kMillisecond;
 
-// Both move as many bytes as possible. The counters never wrap; an offset is the counter modulo the
-// capacity, a power of two.
+// Both move all they can. Counters never wrap; an offset is one modulo the capacity (2^n).
 size_t Write(Pipe& pipe, std::byte* ring, size_t capacity, const std::byte* data, size_t bytes,
              SharedWriter& writer) {
   const uint64_t written = pipe.written.load(std::memory_order_relaxed);

@@ -61,9 +61,8 @@ TimeNs TcpTransport::Silence(int peer) {
   return 0;
 }
 
-// In a large job not every rank can connect to every other one at once. A rank announces a failure
-// to its connected peers and to the ranks at distances that are powers of two. Each of them
-// announces it, too.
+// Not every rank of a large job can connect to every other at once. A rank announces a failure to
+// its connected peers and to those at distances that are powers of two, who announce it, too.
 bool TcpTransport::AnnouncesTo(int peer) {
   const int distance = (peer - rank_ + size()) % size();
   return IsEager(peer, kControl) || (distance & (distance - 1)) == 0 ||

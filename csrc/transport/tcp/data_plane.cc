@@ -1,6 +1,5 @@
-// The data plane of TcpTransport: bare streams. Both sides know the sizes, so bytes go straight
-// from one caller's memory into the other's. Nothing is read before the caller receives: TCP's
-// window holds the sender back.
+// The data plane of TcpTransport: bare streams. Both sides know the sizes, so bytes go from one
+// caller's memory into the other's. Nothing is read before a receive: TCP's window holds it back.
 #include <algorithm>
 #include <cerrno>
 
@@ -62,8 +61,7 @@ Status TcpTransport::Wait(Request request, TimeNs deadline) {
         broken_ = wait.GiveUp(*this, lagging());
     }
   }
-  // The callers may use their memory again: only the kernel still holds bytes, and their streams
-  // are not read any more.
+  // The callers may use their memory again: only the kernel has bytes, their streams are not read.
   for (Peer& peer : peers_) peer.Drop();
   return broken_;
 }

@@ -28,8 +28,7 @@ struct Hello {
 class Handshake {
  public:
   static Handshake Connecting(const std::string& key, const Hello& hello);
-  // For `rank`.
-  static Handshake Accepting(const std::string& key, int rank);
+  static Handshake Accepting(const std::string& key, int rank);  // For `rank`.
 
   enum class State { kUnderWay, kDone, kFailed };
   // Moves bytes, and never blocks. After kDone the connection is at the first byte that follows.

@@ -112,9 +112,7 @@ bool TcpTransport::Events() {
   if (accepting_) AcceptAll();
   for (auto each = pending_.begin(); accept_events && each != pending_.end();)
     AdvanceAccept(each++);
-  if (!pending_.empty() && now - pending_.front().since_ns > kPendingTime) {
-    pending_.pop_front();
-  }
+  if (!pending_.empty() && now - pending_.front().since_ns > kPendingTime) pending_.pop_front();
   if (!connecting_.empty()) Retry();
   if (!losing_.empty()) CheckLostConnections();
   return moved;

@@ -14,8 +14,7 @@
 // `silent_ns`, because its connections are always read. Data may stay in a socket for as long as
 // the receiver computes, which the kernel cannot tell from a cut network.
 //
-// Everything is polled through one epoll instance, edge-triggered: after an event, the operation is
-// tried until it would block.
+// Everything is polled by one epoll instance, edge-triggered: each is tried until it blocks.
 #pragma once
 
 #include <cstddef>
