@@ -66,6 +66,7 @@ class Gradient:
     keep: Any
     address: int
     handle: int
+    latest: int
     share: int
     state: int
     simple: bool

@@ -13,8 +13,7 @@
 // writes the sums into the slot, so an owner unpacks its own slice, too. REDUCE runs first because
 // peers wait for it; UNPACK precedes PACK because its data is in the cache.
 //
-// Per rank and block of S bytes: PACK reads and writes (N-1)/N * S, REDUCE reads S and writes 2 S /
-// N, UNPACK reads and writes (N-1)/N * S.
+// Per rank and block of S bytes: PACK and UNPACK move (N-1)/N * S, REDUCE reads S, writes 2 S / N.
 //
 // In place (output == input) is safe: REDUCE writes a slice that it has read, and UNPACK writes
 // after PACK has copied the block's other slices. That holds for one tensor: callers must not pass
@@ -109,16 +108,41 @@ class AllreducePipeline final : public HostPipeline {
       ++summed_;
     } else {  // into this rank's output and, unless every rank reduces everything, into its slot
       std::byte* const block_at = BlockAt(rank_, summed_);
+      bool finite = true;
       ForEachSum(block, own, [&](const Place& place, size_t at, size_t bytes) {
         std::byte* const result = place.output + (at - place.begin);
-        ReduceMany(place.reduce, size_, result, sources_.data(), size_,
-                   bytes / ElementSize(place.reduce.dtype));
+        const size_t elements = bytes / ElementSize(place.reduce.dtype);
+        if (batch_.findings != nullptr && IsFloatSum(place.reduce)) {
+          finite &= SumAndLook(place, result, elements);
+        } else {
+          ReduceMany(place.reduce, size_, result, sources_.data(), size_, elements);
+        }
         local_.to_slot().Copy(block_at + (at - block.begin), result, bytes);
       });
+      if (batch_.findings != nullptr) {
+        NoteFinite(summed_, finite);
+        batch_.findings->any |= !finite;
+      }
       reduced_ = ++summed_;
       Publish(&SlotProgress::reduced, reduced_);
     }
     span.End(one_host_ ? block.size() : own.size());
+  }
+
+  // Returns whether the sums are finite. Until that is known they are in `sums_`, in the
+  // first-level cache: the result may overwrite this rank's input.
+  [[gnu::noinline]] bool SumAndLook(const Place& place, void* result, size_t elements) {
+    const DataType dtype = place.reduce.dtype;
+    sums_.resize(kReducePiece);
+    ReduceMany(place.reduce, size_, sums_.data(), sources_.data(), size_, elements);
+    const bool finite = AllFinite(dtype, sums_.data(), elements);
+    for (int source = 0; !finite && source < size_; ++source) {
+      const NonFinite found =
+          CountNonFinite(dtype, sources_[static_cast<size_t>(source)], elements);
+      if (found) batch_.findings->inputs.push_back({place.output, source, found});
+    }
+    CopyBytes(result, sums_.data(), elements * ElementSize(dtype));
+    return finite;
   }
 
   // Calls visit(place, at, bytes), with `sources_` set, for pieces of tensors in `range`: as small
@@ -169,6 +193,7 @@ class AllreducePipeline final : public HostPipeline {
                        CopyBytes(place.output + (at - place.begin), from + (at - block.begin),
                                  bytes);
                      });
+      if (batch_.findings != nullptr) batch_.findings->any |= !IsFinite(owner, consumed_);
     }
     span.End(block.size());
     Publish(&SlotProgress::consumed, ++consumed_);
@@ -180,7 +205,7 @@ class AllreducePipeline final : public HostPipeline {
   // The next block of each stage: consumed_ <= reduced_ <= summed_ <= packed_ for an owner.
   uint64_t packed_ = first_, summed_ = first_, reduced_ = first_, consumed_ = first_;
   std::vector<const void*> sources_;
-  std::vector<std::byte> widened_;
+  std::vector<std::byte> widened_, sums_;
 };
 
 }  // namespace

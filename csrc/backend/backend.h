@@ -2,8 +2,7 @@
 // negotiation or the engine, which adds tensor names to errors.
 //
 // Thread-safety: only for the thread that runs the loop (the holder of Engine::progress_mutex_).
-// Every rank of the world runs the same batches in the same order. The choice of the backend
-// depends only on the batch.
+// All ranks run the same batches in the same order. Only the batch decides which backend runs it.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +28,7 @@ struct BatchEntry {
   std::string name;  // for the timeline, and for errors of a device; otherwise it may be empty
   // Allgather, alltoall: bytes received from each rank, in rank order; `output` holds their sum.
   std::vector<size_t> receive_bytes;
-  // Alltoall: bytes sent to each rank, in rank order and contiguous in `input`, which does not
-  // overlap `output`.
+  // Alltoall: bytes sent to each rank, in rank order, contiguous in `input`; `output` is elsewhere.
   std::vector<size_t> send_bytes;
   // Reduce-scatter: elements of each rank's part of the input, in rank order; `output` holds this
   // rank's part of the result and does not overlap `input`.
@@ -41,14 +39,25 @@ struct BatchEntry {
   size_t bytes() const { return elements * ElementSize(reduce.dtype); }
 };
 
+// What is not finite in the sums of a batch.
+struct Findings {
+  struct Part {
+    const void* output;  // of its entry
+    int rank;            // of the set: whose input has these elements
+    NonFinite elements;
+  };
+  std::vector<Part> inputs;  // that this rank has read; each is read once, on some rank
+  bool any = false;          // whether a result is not finite; the same on all ranks
+};
+
 // Invariant: all entries share collective, root (broadcast) and kind of memory. Those of
-// reduce-scatters and of Adasum share their reduce spec, too. The specs were checked when the
-// requests were made.
+// reduce-scatters and of Adasum share their reduce spec, too. Specs were checked with the requests.
 struct Batch {
   Collective kind = Collective::kAllreduce;
   int root = 0;
   bool on_device = false;  // where the tensors are, on every rank
   std::vector<BatchEntry> entries;
+  Findings* findings = nullptr;  // of an allreduce, if somebody asks
 
   size_t bytes() const;  // of this rank's inputs
   // Reduce-scatter, Adasum: the spec of all entries. REQUIRES: there are entries.
@@ -67,8 +76,7 @@ struct Members {
   static Members World(int size);
 };
 
-// The number of a set's first block, for backends that count blocks in shared memory. An
-// incarnation has 2^40 numbers before those of the next one.
+// The number of a set's first block, for counts in shared memory; 2^40 for each incarnation.
 inline uint64_t FirstBlock(const Members& members) { return members.incarnation << 40; }
 
 class Backend {
@@ -76,6 +84,8 @@ class Backend {
   virtual ~Backend() = default;
   virtual const char* name() const = 0;  // "host", "shm_direct", "hierarchical", "cuda"
   virtual bool Supports(const Batch& batch) const = 0;
+  // Whether Run fills Batch::findings. Otherwise the caller looks at the tensors.
+  virtual bool LooksAt(const Batch& /*batch*/) const { return false; }
   // Whether it runs batches on a device.
   virtual bool on_device() const { return false; }
   // Blocks until this rank's outputs are complete; on a device, until the kernels that compute them

@@ -3,8 +3,7 @@
 // other hosts. No stage may block, because both sides must make progress: the pipeline is a loop
 // that runs any stage that can proceed, and sleeps if none can.
 //
-// A late rank (or one that has lost its core) therefore delays the others only when they have run
-// out of blocks.
+// A rank that is late, or has lost its core, delays others only when they have run out of blocks.
 //
 // Invariants
 //   1. A block of a slot is overwritten only when consumed[q] shows for every rank q that it has
@@ -34,8 +33,7 @@
 
 namespace hororing {
 
-// How the members of a process set are distributed over hosts, as seen by one of them. Only hosts
-// with members count, in the order of their first member.
+// The members of a process set by hosts, as seen by one. Hosts are in the order of first members.
 struct HostGroup {
   HostGroup(const Topology& topology, Members members);
 
@@ -105,8 +103,7 @@ class HostPipeline {
   virtual ~HostPipeline() = default;
   HostPipeline(const HostPipeline&) = delete;
 
-  // Runs the whole batch.
-  Status Run();
+  Status Run();  // Runs the whole batch.
 
  protected:
   using Counter = SlotCounter SlotProgress::*;
@@ -136,8 +133,16 @@ class HostPipeline {
     return PeersReached([](int) { return true; }, counter, value);
   }
   void Publish(Counter counter, uint64_t value);
-  // True if `peer`, or all ranks of the host, have read the previous contents at the place of block
-  // `number`.
+  // Notes, before Publish, whether this rank's sums of block `number` are finite; for IsFinite.
+  void NoteFinite(uint64_t number, bool finite) {
+    std::atomic<uint64_t>& bits = Progress(rank_).reduced.nonfinite;
+    const uint64_t others = bits.load(std::memory_order_relaxed) & ~BitOf(number);
+    bits.store(finite ? others : others | BitOf(number), std::memory_order_relaxed);
+  }
+  bool IsFinite(int peer, uint64_t number) const {
+    return (Progress(peer).reduced.nonfinite.load(std::memory_order_relaxed) & BitOf(number)) == 0;
+  }
+  // True if `peer`, or all ranks of the host, have read what was at the place of block `number`.
   bool BlockIsFree(int peer, uint64_t number) const {
     return number < set_begin_ + depth_ ||
            Reached(peer, &SlotProgress::consumed, number + 1 - depth_);
@@ -176,6 +181,7 @@ class HostPipeline {
     return segment_.rank_state(group_.slots[static_cast<size_t>(peer)])
         .progress[group_.members.set];
   }
+  uint64_t BitOf(uint64_t number) const { return uint64_t{1} << number % depth_ % 64; }
   template <typename Ready, typename Peers>
   Status RunUntil(Ready ready, Peers lagging);
   Status WaitForReaders();

@@ -29,6 +29,9 @@ class SharedMemoryBackend final : public Backend {
 
   const char* name() const override { return one_segment_ ? "shm_direct" : "hierarchical"; }
   bool Supports(const Batch& batch) const override;
+  bool LooksAt(const Batch&) const override {
+    return set_.group.hosts() == 1 && set_.group.size() > 1;
+  }
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
   AlgorithmUsed algorithm_used() const override { return algorithm_used_; }
 
@@ -37,8 +40,7 @@ class SharedMemoryBackend final : public Backend {
   bool Fits(Collective kind) const;
   Status RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace);
   Status RunReducescatter(const Batch& batch, TimeNs deadline, TraceSink& trace);
-  // The largest number of channels that a rank owns in an all-gather.
-  size_t MaxChannels() const;
+  size_t MaxChannels() const;  // The largest number of channels that a rank owns in an all-gather.
 
   const bool one_segment_;  // of all ranks of the job
   SetSlots set_;

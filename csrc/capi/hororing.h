@@ -338,6 +338,9 @@ int64_t hr_now_ns(void);
  * there are `chunk`; a sum is multiplied by `chain` before the next is added. Modulo 2^64. */
 int64_t hr_digest(const void* words, int64_t count, int32_t word_bytes, const int64_t* factors,
                   int64_t chunk, int64_t chain);
+/* Looks at sums of floats in host memory from now on, or does not. 1, and the oldest note of one
+ * that was not finite (engine/finite_watch.h); 0: there is none. */
+int hr_take_nonfinite(int32_t on, char* text, int32_t text_bytes);
 /* stage: 0 HOOK, 1 VIEW, 2 SUBMIT, 9 GUARD (trace/trace.h); drawn on the caller's row. */
 void hr_trace_span(int32_t stage, const char* tensor, int64_t begin_ns, int64_t end_ns,
                    int64_t bytes);

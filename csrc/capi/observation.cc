@@ -8,6 +8,7 @@
 #include "base/recorder.h"
 #include "base/text.h"
 #include "capi/process.h"
+#include "engine/finite_watch.h"
 #include "kernels/reduce.h"
 #include "transport/factory.h"
 
@@ -100,6 +101,16 @@ HR_EXPORT int64_t hr_digest(const void* words, int64_t count, int32_t word_bytes
   return digest(static_cast<const int32_t*>(words));
 }
 HR_OR(static_cast<int64_t>(Caught()))
+
+HR_EXPORT int hr_take_nonfinite(int32_t on, char* text, int32_t text_bytes) try {
+  finite_watch.on = on != 0;
+  const std::lock_guard<std::mutex> lock(finite_watch.mutex);
+  if (finite_watch.notes.empty()) return 0;
+  CopyText(finite_watch.notes.front(), text, text_bytes);
+  finite_watch.notes.pop_front();
+  return 1;
+}
+HR_OR((Caught(), 0))
 
 HR_EXPORT void hr_trace_span(int32_t stage, const char* tensor, int64_t begin_ns, int64_t end_ns,
                              int64_t bytes) try {

@@ -9,6 +9,7 @@
 #include "base/recorder.h"
 #include "base/text.h"
 #include "collective/segments.h"
+#include "engine/finite_watch.h"
 
 namespace hororing {
 namespace {
@@ -189,8 +190,7 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
   return Status::Ok();
 }
 
-// Fills the batch with these items, and finds the entries that it completes. Returns the bytes of
-// this rank's inputs.
+// Fills the batch with these items; finds what it completes. Returns the bytes of the inputs.
 int64_t BatchRunner::Fill(const std::vector<size_t>& items, const Communicator& communicator) {
   const FusionKey& key = described_[items[0]].key;
   batch_.kind = key.kind;
@@ -237,8 +237,7 @@ int64_t BatchRunner::Fill(const std::vector<size_t>& items, const Communicator& 
   return static_cast<int64_t>(bytes);
 }
 
-// Allocates gathered results, whose size is known only now. An alltoall's tensor is followed by the
-// number of rows received from each rank.
+// Allocates gathered results, of known size only now. An alltoall's is followed by rows per rank.
 Status BatchRunner::Allocate(const Work& work) {
   TensorEntry* entry = work.entry;
   const Request& request = entry->request;
@@ -280,8 +279,18 @@ Status BatchRunner::RunBatch(Communicator& communicator, int64_t bytes) {
   Backend& backend = BackendFor(communicator, batch);
   Set(Total::kBatchBeganAt, begin);
   const TimeNs deadline = After(begin, shared_.config.timeout_ns);
+  Findings findings;
+  const bool looks = finite_watch.on && batch.kind == Collective::kAllreduce && !batch.on_device;
+  const bool looks_here = looks && !backend.LooksAt(batch);
+  batch_.findings = looks ? &findings : nullptr;
+  for (size_t i = 0; looks_here && i < batch.entries.size(); ++i) {
+    const BatchEntry& entry = batch.entries[i];  // whose input may be overwritten
+    const NonFinite found = CountNonFinite(entry.reduce.dtype, entry.input, entry.elements);
+    if (found) findings.inputs.push_back({entry.output, communicator.rank, found});
+  }
   Status status = backend.Run(batch, deadline, shared_.trace);
-  const bool alike = batch.kind == Collective::kAllreduce && !batch.on_device && !batch.is_adasum();
+  if (status.ok() && (looks_here || findings.any)) NoteNonFinite(communicator, findings);
+  const bool alike = batch.kind == Collective::kAllreduce && !batch.on_device;
   if (shared_.config.verify > 0 && status.ok() && alike && communicator.size() > 1 &&
       ++communicator.allreduces % shared_.config.verify == 0) {
     status = Verify(communicator, deadline);
@@ -315,6 +324,24 @@ Status BatchRunner::RunBatch(Communicator& communicator, int64_t bytes) {
     shared_.trace.Span(Stage::kComplete, Track::kLoop, NamesOf(batch), end, NowNs());
   }
   return Status::Ok();
+}
+
+void BatchRunner::NoteNonFinite(const Communicator& communicator, const Findings& findings) {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const BatchEntry& entry = batch_.entries[i];
+    if (!IsFloatSum(entry.reduce) || AllFinite(entry.reduce.dtype, entry.output, entry.elements))
+      continue;
+    const Request& request = entries_[i]->request;
+    size_t index = 0;
+    while (entries_[i]->views[index].output != entry.output) ++index;
+    const std::string name = TensorName(request, index);
+    finite_watch.Note(request.process_set, name, -1, {static_cast<int64_t>(entry.elements)});
+    for (const Findings::Part& part : findings.inputs) {
+      const int rank = communicator.ranks[static_cast<size_t>(part.rank)];
+      if (part.output != entry.output) continue;
+      finite_watch.Note(request.process_set, name, rank, part.elements);
+    }
+  }
 }
 
 Status BatchRunner::Verify(Communicator& communicator, TimeNs deadline) {
@@ -353,8 +380,7 @@ Status BatchRunner::Verify(Communicator& communicator, TimeNs deadline) {
                 odd);
 }
 
-// Completes the entries of a batch. The caller may start a persistent entry again at once, so it is
-// not read afterwards.
+// Completes the entries of a batch. The caller may start a persistent one at once: do not read it.
 void BatchRunner::Complete() {
   const TimeNs now = NowNs();
   for (const TensorEntry* entry : persistent_) {

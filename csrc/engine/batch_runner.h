@@ -1,5 +1,4 @@
-// BatchRunner: carries out agreed requests: stages PLAN, PACK .. UNPACK (in the backend) and
-// COMPLETE.
+// BatchRunner: carries out agreed requests: PLAN, PACK .. UNPACK (in the backend) and COMPLETE.
 //
 // Thread-safety: only for the holder of Engine::progress_mutex_.
 #pragma once
@@ -45,8 +44,7 @@ class BatchRunner {
   void AddSet(int32_t id, Communicator communicator) {
     communicators_[id] = std::move(communicator);
   }
-  // Called on all its ranks. After an error its pending GPU operations are lost; other sets
-  // continue.
+  // Called on all its ranks. After an error its pending GPU operations are lost, no others.
   Status RemoveSet(int32_t id);
 
   // Returns the error of a GPU batch that has failed since it was started, if any.
@@ -54,10 +52,8 @@ class BatchRunner {
   // Aborts pending GPU operations, without the other ranks. Calls NCCL, not the driver, in which
   // other threads may be waiting for the kernels that this ends.
   void Abort();
-  // Frees all backends, which can no longer be used.
-  void FreeBackends();
-  // Clean shutdown of all ranks: waits for devices, until `deadline`.
-  void Leave(TimeNs deadline);
+  void FreeBackends();          // Frees all backends, which can no longer be used.
+  void Leave(TimeNs deadline);  // Clean shutdown of all ranks: waits for devices, until `deadline`.
 
   // Runs `work` in as few batches as the fusion threshold allows and completes the entries as their
   // last tensors are done. An error leaves the world broken; incomplete entries then stay in the
@@ -76,6 +72,8 @@ class BatchRunner {
   Status Allocate(const Work& work);
   int64_t Fill(const std::vector<size_t>& items, const Communicator& communicator);
   Status RunBatch(Communicator& communicator, int64_t bytes);
+  // Notes which results are not finite, and what is known of inputs, for `finite_watch`.
+  void NoteNonFinite(const Communicator& communicator, const Findings& findings);
   Status Verify(Communicator& communicator, TimeNs deadline);
   void Complete();
 

@@ -1,15 +1,15 @@
 // Engine: small allreduces through shared memory, without the coordinator (ADR 33).
 //
-// A report and an agreement ensure that all ranks make the same request at the same time. The
-// exchange ensures both, because a rank's signature contains its whole request. If the signatures
-// differ, every rank sees that and submits the request as usual, and the coordinator reports the
-// error.
+// A report and an agreement ensure that all ranks make the same request at the same time. So does
+// the exchange: a rank's signature contains its whole request. If signatures differ, all ranks see
+// that and submit the request as usual, and the coordinator reports the error.
 #include <array>
 #include <mutex>
 
 #include "base/arithmetic.h"
 #include "base/recorder.h"
 #include "engine/engine.h"
+#include "engine/finite_watch.h"
 #include "kernels/reduce.h"
 #include "negotiation/codec.h"
 
@@ -21,7 +21,7 @@ bool Engine::AllreduceOneShot(const TensorEntry& entry, int64_t* handle) {
   const Request& request = entry.request;
   if (exchange_ == nullptr || request.kind != Collective::kAllreduce ||
       request.tensors.size() != 1 || request.on_device() || request.process_set != kWorldSet ||
-      request.op == ReduceOp::kAdasum || request.weight) {
+      request.op == ReduceOp::kAdasum || request.weight || shared_.config.verify > 0) {
     return false;
   }
   const int size = exchange_->size();
@@ -49,6 +49,13 @@ bool Engine::AllreduceOneShot(const TensorEntry& entry, int64_t* handle) {
   }
   const StandardArithmetic arithmetic;
   ReduceMany(spec, size, view.output, payloads.data(), size, static_cast<size_t>(view.elements()));
+  const size_t n = static_cast<size_t>(view.elements());
+  if (finite_watch.on && IsFloatSum(spec) && !AllFinite(view.dtype, view.output, n)) {
+    const int rank = topology().rank;
+    const NonFinite own = CountNonFinite(view.dtype, exchange_->payload(rank), n);
+    finite_watch.Note(kWorldSet, request.name, -1, {view.elements()});
+    if (own) finite_watch.Note(kWorldSet, request.name, rank, own);
+  }
   ++shared_.stats.submitted;
   ++shared_.stats.completed;
   ++shared_.stats.batches;

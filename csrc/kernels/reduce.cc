@@ -131,6 +131,10 @@ bool IsFloating(DataType dtype) {
   return IsShortFloat(dtype) || dtype == DataType::kFloat32 || dtype == DataType::kFloat64;
 }
 
+bool IsFloatSum(const ReduceSpec& spec) {
+  return IsFloating(spec.dtype) && (spec.op == ReduceOp::kSum || spec.op == ReduceOp::kAverage);
+}
+
 Status Check(const ReduceSpec& spec) {
   const std::string what = std::string(Name(spec.op)) + " of " + Name(spec.dtype);
   if (!std::isfinite(spec.prescale) || !std::isfinite(spec.postscale)) {
@@ -227,6 +231,24 @@ void FinishPartial(const ReduceSpec& spec, int divisor, void* result, const void
     finish.prescale = 1.0;
     ReduceMany(finish, divisor, result, &partial, 1, n);
   }
+}
+
+bool AllFinite(DataType dtype, const void* data, size_t n) {
+  const FiniteFunction finite = Kernels().finite[static_cast<int>(dtype)];
+  return finite == nullptr || finite(data, n);
+}
+
+NonFinite CountNonFinite(DataType dtype, const void* data, size_t n) {
+  NonFinite found;
+  if (AllFinite(dtype, data, n)) return found;
+  const size_t bytes = ElementSize(dtype);
+  const int fraction = bytes == 8 ? 52 : bytes == 4 ? 23 : dtype == DataType::kFloat16 ? 10 : 7;
+  for (const auto* at = static_cast<const std::byte*>(data); n > 0; --n, at += bytes) {
+    uint64_t word = 0;  // little-endian
+    std::memcpy(&word, at, bytes);
+    if (!AllFinite(dtype, at, 1)) ++(word << (64 - fraction) != 0 ? found.nan : found.infinite);
+  }
+  return found;
 }
 
 const char* KernelsInUse() { return Kernels().name; }

@@ -1,8 +1,7 @@
 // Reduction kernels: elementwise arithmetic on contiguous memory, vectorised, chosen once at
 // run time for the processor (portable, AVX2+F16C, AVX-512 with BF16 where present).
 //
-// Pure functions of their arguments, callable from any thread. Pointers need the alignment
-// of their element type only.
+// Pure functions, callable from any thread. Pointers need the alignment of their element type only.
 //
 // Numerics
 //   1. float16 and bfloat16 are accumulated in float32 and rounded once (to nearest even).
@@ -21,6 +20,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "base/status.h"
@@ -28,8 +28,7 @@
 
 namespace hororing {
 
-// How the sources of one result element are combined. Two batches with equal specs may share
-// a buffer.
+// How the sources of one result element are combined. Batches with equal specs may share a buffer.
 struct ReduceSpec {
   DataType dtype = DataType::kFloat32;
   // kAdasum: only for FillNeutral, and for the factors of one source; see collective/adasum.cc.
@@ -50,11 +49,11 @@ struct ReduceSpec {
 // kInvalidArgument with a reason if `spec` is invalid (Average of bool, ...). Not for Adasum.
 Status Check(const ReduceSpec& spec);
 
-// True when partial results must not be rounded to the element type between two sources:
-// 16-bit floats, and integer averages. Pairwise algorithms must then use ReduceMany, or the
-// partial results below.
+// True when partial results must not be rounded to the element type between two sources: 16-bit
+// floats, integer averages. Pairwise algorithms then use ReduceMany, or the partial results below.
 bool NeedsWideAccumulator(const ReduceSpec& spec);
 bool IsFloating(DataType dtype);
+bool IsFloatSum(const ReduceSpec& spec);  // or average
 
 // result[i] = finish(start(sources[0][i]) op start(sources[1][i]) op ...): prescale on every
 // source, the operation in source order, division by `divisor` for an Average, postscale.
@@ -79,6 +78,14 @@ void FinishPartial(const ReduceSpec& spec, int divisor, void* result, const void
 // The neutral element of a reduction: 0, 1, the largest or the smallest value (infinite if the type
 // has infinity). Not for Min, Max and Product with a prescale.
 void FillNeutral(const ReduceSpec& spec, void* data, size_t n);
+
+// Elements that are not finite. None if the type has only finite ones.
+struct NonFinite {
+  int64_t nan = 0, infinite = 0;
+  explicit operator bool() const { return nan + infinite > 0; }
+};
+bool AllFinite(DataType dtype, const void* data, size_t n);
+NonFinite CountNonFinite(DataType dtype, const void* data, size_t n);
 
 // The instruction set in use: "avx512", "avx2" or "portable"; and, for tests, a way to force
 // one. SetKernels returns false, and changes nothing, when the processor lacks it.

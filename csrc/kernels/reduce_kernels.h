@@ -21,6 +21,9 @@ struct Factors {
 using ReduceFunction = void (*)(const Factors& factors, void* result, const void* const* sources,
                                 int count, size_t n);
 
+// Whether no exponent has all bits set: floats are finite.
+using FiniteFunction = bool (*)(const void* data, size_t n);
+
 enum class Arithmetic : int { kSum = 0, kMin = 1, kMax = 2, kProduct = 3 };  // Average is a sum
 constexpr int kArithmeticCount = 4;
 
@@ -33,6 +36,7 @@ struct KernelTable {
   // 16-bit floats, one source: to a float32 accumulator and back. Start and finish of Partials.
   ReduceFunction widen_float16, widen_bfloat16;
   ReduceFunction narrow_float16, narrow_bfloat16;
+  FiniteFunction finite[kDataTypeCount];  // null: always
 };
 
 extern const KernelTable kPortableKernels;

@@ -37,6 +37,7 @@ struct Gradient {
   PyObject* keep;                // the tensor that the request reduces now; else None
   unsigned long long address;    // of the hr_request, which the owner keeps; 0: none
   long long handle;              // of the request in flight; 0: none
+  long long latest;              // the handle of the latest request
   long long share;               // its share of Queue::bytes_left
   int state;
   char simple;  // the request takes the tensor unchanged if it is plain, in host memory
@@ -131,7 +132,7 @@ int Started(const Batch& batch, size_t begin, const std::vector<int64_t>& handle
     auto* const gradient = reinterpret_cast<Gradient*>(batch.gradients[i].get());
     Py_INCREF(batch.tensors[i].get());
     Replace(&gradient->keep, batch.tensors[i].get());
-    gradient->handle = handles[i - begin];
+    gradient->handle = gradient->latest = handles[i - begin];
     gradient->state = kSent;
   }
   for (size_t i = 0; i < count; ++i) {
@@ -187,8 +188,7 @@ PyObject* SendGradients(PyObject* self, PyObject* const* arguments, Py_ssize_t c
 
 namespace {
 
-// Whether the reduced tensor is the parameter's gradient; if so, the next step may begin. -1: an
-// exception is set.
+// Whether the reduced tensor is the gradient: the next step may begin. -1: an exception.
 int Finish(PyObject* param, Gradient* gradient, State next) {
   if (gradient->handle == 0 || IsNone(gradient->keep)) return 0;
   const Reference grad = Owned(PyObject_GetAttr(param, grad_name));
@@ -293,6 +293,7 @@ int AddGradients(PyObject* module) {
       {"keep", T_OBJECT, offsetof(Gradient, keep), 0, nullptr},
       {"address", T_ULONGLONG, offsetof(Gradient, address), 0, nullptr},
       {"handle", T_LONGLONG, offsetof(Gradient, handle), 0, nullptr},
+      {"latest", T_LONGLONG, offsetof(Gradient, latest), 0, nullptr},
       {"share", T_LONGLONG, offsetof(Gradient, share), 0, nullptr},
       {"state", T_INT, offsetof(Gradient, state), 0, nullptr},
       {"simple", T_BOOL, offsetof(Gradient, simple), 0, nullptr},

@@ -119,7 +119,7 @@ def start_many(
     del handles[started:]
     for each, tensor, handle in zip(requests, tensors, handles, strict=False):
         each.keep = tensor
-        each.handle = handle
+        each.handle = each.latest = handle
         each.state = SENT
     in_flight += handles
     del submitting[token]

@@ -1,6 +1,5 @@
-// ShmSegment: the memory that all ranks of one world map, and its layout. Lives either in a POSIX
-// shared-memory object (processes) or on the heap (ranks as threads in tests), which makes no
-// difference to the code above.
+// ShmSegment: the memory that all ranks of one world map, and its layout: a POSIX shared-memory
+// object (processes), or the heap (ranks as threads in tests), which is the same to the code above.
 //
 //   | header | RankState 0 .. N-1 | Pipe (src, dst) | their bytes | slots of rank 0 .. N-1 |
 //   | exchange, its slots 0 .. N-1 |
@@ -27,12 +26,13 @@
 
 namespace hororing {
 
-// The number of blocks that have passed one stage on one rank, in one process set. Written by that
-// rank only.
+// The blocks that have passed a stage on a rank, in a process set. Written by that rank only.
 struct alignas(kCacheLine) SlotCounter {
   std::atomic<uint64_t> reached{0};
   // The rank of this host for whose counter this rank waits; -1: none yet.
   std::atomic<int32_t> awaits{-1};
+  // Bit n % depth: its sums of block n are not all finite. Written before `reached`.
+  std::atomic<uint64_t> nonfinite{0};
 };
 
 // The progress of one rank with the blocks of one process set (backend/host_pipeline.h).
@@ -48,8 +48,7 @@ struct alignas(kCacheLine) RankState {
   // A futex word: any rank or thread that changes what this rank may sleep on increments it.
   std::atomic<uint32_t> doorbell{0};
   // Bits: which threads of this rank are in, or about to enter, futex_wait, and whether a caller
-  // runs its loop. They tell wakers which threads to wake, and save the system call if there are
-  // none.
+  // runs its loop. Wakers see whom to wake, and save the system call if there are none.
   std::atomic<uint32_t> sleepers{0};
   // Bit n: the pipes with a peer of a number n, modulo 64, have changed. Set before the doorbell is
   // rung, and cleared by this rank before it looks at those pipes.

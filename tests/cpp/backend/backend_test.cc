@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <memory>
 #include <random>
 #include <string>
@@ -92,6 +93,54 @@ TEST(every_size_around_the_short_cut_and_the_block_is_right) {
     for (size_t bytes : {128, 32 << 10, 64 << 10, 128 << 10, 192 << 10, 256 << 10, 512 << 10}) {
       for (size_t elements = bytes / 4 - 17; elements <= bytes / 4 + 17; elements += 17) {
         RunCase(world, "shm_direct", spec, {elements}, true, random);
+      }
+    }
+  }
+}
+
+// Every element of the inputs that is not finite is noted once, on some rank, with the right rank;
+// all ranks know whether a result is affected.
+TEST(sums_that_are_not_finite_are_found_with_the_ranks_to_blame) {
+  constexpr size_t kElements = 400'000;  // several blocks
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  for (int ranks : {2, 3}) {
+    TestWorld world(ranks);
+    const size_t n = static_cast<size_t>(ranks);
+    for (const bool in_place : {false, true}) {
+      for (int round = 0; round < 12; ++round) {
+        std::vector<Findings> findings(n);
+        std::vector<int64_t> expected(n, 0);
+        std::vector<std::vector<float>> inputs(n, std::vector<float>(kElements, 1.0f));
+        std::vector<std::vector<float>> outputs = inputs;
+        for (size_t r = 0; r < n && round % 2 != 0; ++r) {
+          for (size_t at : {size_t{0}, kElements / 2, kElements - 1}) {
+            if ((static_cast<size_t>(round) + r) % 3 == 0) continue;
+            inputs[r][at] = nan;
+            ++expected[r];
+          }
+        }
+        world.Run([&](int rank, Rank& on) {
+          const size_t r = static_cast<size_t>(rank);
+          Batch batch;
+          batch.findings = &findings[r];
+          BatchEntry entry;
+          entry.input = inputs[r].data();
+          entry.output = in_place ? inputs[r].data() : outputs[r].data();
+          entry.elements = kElements;
+          entry.reduce = {DataType::kFloat32, ReduceOp::kAverage};
+          batch.entries = {entry};
+          CHECK(on.direct->LooksAt(batch));
+          CHECK(on.direct->Run(batch, After(NowNs(), kLimit), on.trace).ok());
+        });
+        std::vector<int64_t> found(n, 0);
+        for (const Findings& each : findings) {
+          CHECK_EQ(each.any, round % 2 != 0);
+          for (const Findings::Part& part : each.inputs) {
+            CHECK_EQ(part.elements.infinite, 0);
+            found[static_cast<size_t>(part.rank)] += part.elements.nan;
+          }
+        }
+        CHECK(found == expected);
       }
     }
   }

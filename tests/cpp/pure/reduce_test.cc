@@ -383,6 +383,47 @@ TEST(sixteen_bit_floats_are_rounded_once) {
   }
 }
 
+TEST(all_sets_find_what_is_not_finite_at_every_place) {
+  struct Kind {
+    DataType dtype;
+    uint64_t largest, infinite, nan;
+  };
+  const Kind kinds[] = {
+      {DataType::kFloat16, 0x7BFF, 0x7C00, 0x7C01},
+      {DataType::kBfloat16, 0x7F7F, 0x7F80, 0x7F81},
+      {DataType::kFloat32, 0x7F7FFFFF, 0x7F800000, 0x7F800001},
+      {DataType::kFloat64, 0x7FEFFFFFFFFFFFFF, 0x7FF0000000000000, 0x7FF0000000000001},
+      {DataType::kInt32, 0x7FFFFFFF, 0x7F800000, 0x7F800001},
+  };
+  for (const char* set : {"portable", "avx2", "avx512"}) {
+    if (!SetKernels(set)) continue;
+    for (const Kind& kind : kinds) {
+      const size_t bytes = ElementSize(kind.dtype);
+      for (size_t n : {1, 7, 16, 65, 300}) {
+        std::vector<unsigned char> data(n * bytes);
+        for (size_t i = 0; i < n; ++i) {
+          const uint64_t word = kind.largest | (i % 2) << (8 * bytes - 1);
+          std::memcpy(&data[i * bytes], &word, bytes);
+        }
+        CHECK(AllFinite(kind.dtype, data.data(), n));
+        const std::vector<unsigned char> fine = data;
+        for (size_t i = 0; i < n; i += 1 + n / 40) {
+          const uint64_t word = (i % 3 == 0 ? kind.nan : kind.infinite) | uint64_t{i % 2}
+                                                                              << (8 * bytes - 1);
+          std::memcpy(&data[i * bytes], &word, bytes);
+          const NonFinite found = CountNonFinite(kind.dtype, data.data(), n);
+          const bool is_float = kind.dtype != DataType::kInt32;
+          CHECK_EQ(AllFinite(kind.dtype, data.data(), n), !is_float);
+          CHECK_EQ(found.nan, is_float && i % 3 == 0 ? 1 : 0);
+          CHECK_EQ(found.infinite, is_float && i % 3 != 0 ? 1 : 0);
+          data = fine;
+        }
+      }
+    }
+  }
+  SetKernels("avx512") || SetKernels("avx2");
+}
+
 TEST(min_and_max_propagate_not_a_number_from_any_source) {
   for (const std::string& set : Sets()) {
     SetKernels(set.c_str());
