@@ -112,6 +112,18 @@ def _parse_steps(text: str) -> tuple[int, int]:
     return steps
 
 
+_GUARD = re.compile(
+    r"1|(every|max_skips)\s*=\s*\d+|ignore\s*=.+|on_divergence\s*=\s*(error|warn|repair)"
+    r"|on_nonfinite\s*=\s*(warn|error|skip|none)"
+)
+
+
+def _parse_guard(text: str) -> str:
+    if not all(_GUARD.fullmatch(part.strip()) for part in text.split(",")):
+        raise BadText
+    return text
+
+
 BOOL = Form(f"one of {', '.join(_TRUE + _FALSE)}", _parse_bool, lambda value: str(int(value)))
 BYTES = Form(
     "bytes, such as 67108864, 64MiB (1024 * 1024) or 64MB (1000 * 1000), at most 1024GiB",
@@ -120,7 +132,11 @@ BYTES = Form(
 )
 PATH = Form("a path", str)
 NETWORKS = Form("addresses or names of networks, separated by commas", str)
-OPTIONS = Form("name=value, separated by commas", str)
+GUARD = Form(
+    "1 or, separated by commas, every=STEPS, on_divergence=error/warn/repair, ignore=PATTERN, "
+    "on_nonfinite=warn/error/skip/none, max_skips=STEPS",
+    _parse_guard,
+)
 CORES = Form(
     "core numbers separated by commas, one for each rank of a host",
     _parse_cores,

@@ -14,9 +14,9 @@ from hororing.config.forms import (
     BOOL,
     BYTES,
     CORES,
+    GUARD,
     LEVEL,
     NETWORKS,
-    OPTIONS,
     PATH,
     STEPS,
     Form,
@@ -216,11 +216,10 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "GUARD",
-        OPTIONS,
+        GUARD,
         None,
         "guard every distributed optimizer, and DistributedDataParallel over our backend, with "
-        "these options of Guard: every=100, on_divergence=warn, on_nonfinite=error, max_skips=10, "
-        "ignore=PATTERN (several times); 1: those by default; unset: no guard",
+        "these options of Guard (ignore several times); 1: by default; unset: no guard",
         scope="all",
     ),
     Knob(
@@ -229,7 +228,7 @@ KNOBS: tuple[Knob, ...] = (
         0,
         "of every n-th batch of allreduces, all ranks compare a checksum of the result; a "
         "difference ends the job with TransportError, which names the tensor and the ranks; not "
-        "on GPUs, with Adasum and for small blocking sums on one host; 0: of none",
+        "on GPUs; small blocking sums take longer; 0: of none",
         scope="all",
     ),
     Knob(

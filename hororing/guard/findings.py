@@ -147,14 +147,14 @@ class NonFinite:
     tensor : str
         The first parameter, in order of backward, of the first rank that has any.
     ranks, hosts : list
-        Those that have any.
+        Those that have any; none if all gradients are finite, but not their sum.
     value : str
         "NaN", "infinite" or "not finite".
     elements, size : int
-        How many elements of `tensor` are not finite, and how many it has. 0 if that is not known;
-        then the order of backward is not known either.
-    finite_above : str
-        The parameter whose gradient was computed before, and is finite; "" if there is none.
+        How many elements of `tensor` are not finite, and how many it has. 0 if that is not known.
+    finite_above : str or None
+        The parameter whose gradient was computed before, and is finite; "" if there is none. None
+        if the order of backward is not known.
     others : list of str
         The names of further parameters, on any rank.
     skipped : bool
@@ -168,7 +168,7 @@ class NonFinite:
     value: str
     elements: int
     size: int
-    finite_above: str
+    finite_above: str | None
     others: list[str]
     skipped: bool = False
     kind: str = "nonfinite"
@@ -178,12 +178,12 @@ class NonFinite:
         return {**dataclasses.asdict(self), "text": str(self)}
 
     def __str__(self) -> str:
-        text = (
-            f"gradient of {self.tensor} is {self.value} on rank {self.ranks[0]} ({self.hosts[0]}) "
-            f"at step {self.step}"
-        )
+        where = f"on rank {self.ranks[0]} ({self.hosts[0]})" if self.ranks else "only as a sum"
+        text = f"gradient of {self.tensor} is {self.value} {where} at step {self.step}"
         if self.size:
-            text += f": {self.elements} of {self.size} elements; the first in order of backward"
+            text += f": {self.elements} of {self.size} elements"
+        if self.size and self.finite_above is not None:
+            text += "; the first in order of backward"
         if self.finite_above:
             text += f"; finite above it: {self.finite_above}"
         if self.others:

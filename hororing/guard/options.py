@@ -90,4 +90,6 @@ def parse(text: str) -> Options:
             given["ignore"].append(value)
         else:
             given[name] = int(value) if value.lstrip("-").isdigit() else value
+            if (name, value) == ("on_nonfinite", "none"):
+                given[name] = None
     return checked(what, **given)

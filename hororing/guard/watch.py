@@ -21,28 +21,23 @@ from hororing._engine.logs import logger
 from hororing._requests import arguments, handles
 from hororing._requests.process_sets import ProcessSet
 from hororing.errors import MismatchError
-from hororing.guard import comparison, findings
+from hororing.guard import comparison, findings, sums
 from hororing.guard.comparison import Bytes, Item
 from hororing.guard.findings import Finding, NonFinite
 from hororing.guard.options import Options
+from hororing.guard.sums import Note, Sum
 
 _VALUES: Final = 8  # of a setting, in a finding
 _KEPT: Final = 1000  # findings
 _TOLD: Final = 50  # gradients, in a finding
 
 
-class Note(NamedTuple):
-    """A gradient that is not finite, on this rank: see `NonFinite`."""
+class Told(NamedTuple):
+    """What a rank tells of its gradients that are not finite, and of sums."""
 
-    name: str
-    value: str
-    elements: int
-    size: int
-    finite_above: str
-
-
-def _tell(notes: Sequence[Note], scale: float | None) -> tuple[float | None, list[Note]]:
-    return scale, list(notes[:_TOLD])
+    scale: float | None
+    notes: Sequence[Note]
+    sums: Sequence[Sum] = ()
 
 
 class Source(Protocol):
@@ -64,6 +59,9 @@ class Source(Protocol):
 
     def settle(self) -> None:
         """Wait for devices until all gradients that are not finite are noted."""
+
+    def sums(self) -> Sequence[Sum]:
+        """Return the sums of gradients that are not finite, since the last call."""
 
     def scale(self) -> float | None:
         """Return what losses are multiplied by now; None: they are not."""
@@ -89,6 +87,7 @@ class Watch:
         self.last_equal: int | None = None
         self._name = f"guard.{name}"
         self.source, self._process_set = source, process_set
+        self.look: Any = None  # of the adapter's optimizer: what it does with a gradient
         self._era = -1  # the count of reductions begins with it
         self._first = 0  # the number of reductions when it began
         self._before = 0  # steps of earlier eras
@@ -202,8 +201,8 @@ class Watch:
         self.source.settle()
         self._sent, self._notes = self._notes, []
         if self._alone:
-            mine = {hvd.rank(): _tell(self._sent, self.source.scale())} if self._sent else {}
-            self.act_on_notes(0, mine)
+            sent, self._sent = self._sent, []
+            self.exchange_notes(0, bool(sent), sent)
             return
         self._flags = hvd.allreduce_async(
             np.array([len(self._sent)]), name=f"{self._name}.finite", op=arguments.Max,
@@ -213,52 +212,82 @@ class Watch:
     def _receive_flags(self) -> None:
         most = int(handles.wait(self._flags)[0])
         self._flags = 0
+        found = self.source.sums()
         sent, self._sent = self._sent, []
-        told: dict[int, Any] = {}
-        if most > 0:
-            mine = _tell(sent, self.source.scale())
-            told = comparison.gather(self._name, mine, self._process_set)
-        self.act_on_notes(0, told)
+        self.exchange_notes(0, most > 0 or bool(found), sent, found)
 
-    def act_on_notes(
-        self, steps: int, told: Mapping[int, tuple[float | None, Sequence[Any]]]
+    def check_sums(self, step: int) -> None:
+        """Report the sums that were not finite since the last call. Blocks; all ranks must call it.
+
+        Ranks need not have seen the same ones.
+        """
+        if self._alone:
+            return
+        self.enter(0)
+        found = self.source.sums()
+        most = hvd.allreduce(
+            np.array([len(found)]), name=f"{self._name}.finite", op=arguments.Max,
+            process_set=self._process_set,
+        )  # fmt: skip
+        self.exchange_notes(step - 1, bool(most[0]), (), found)
+
+    def exchange_notes(
+        self, steps: int, any_found: bool, notes: Sequence[Note], found: Sequence[Sum] = ()
     ) -> None:
+        """Tell one another, if any rank has found something, and act on it. Blocks."""
+        told: dict[int, Any] = {}
+        if any_found:
+            mine = Told(self.source.scale(), notes[:_TOLD], found[:_TOLD])
+            told = {hvd.rank(): mine}
+            if not self._alone:
+                told = comparison.gather(self._name, mine, self._process_set)
+        self._act_on_notes(steps, {rank: Told(*each) for rank, each in told.items()})
+
+    def _act_on_notes(self, steps: int, told: Mapping[int, Told]) -> None:
         """Do what the options say, on all ranks, after so many steps before this one.
 
-        `told` has the scale and the notes of ranks; if it has none, all gradients were finite.
+        If `told` is empty, all gradients were finite.
         """
         self._counts["steps"] = max(steps, self._counts["steps"])
         if not told:
             self._in_a_row = 0
             self._reported.pop("nonfinite", None)
             return
-        scales = [scale for scale, _ in told.values() if scale is not None]
+        scales = [each.scale for each in told.values() if each.scale is not None]
         if scales and max(scales) > 1:  # an overflow, after which GradScaler lowers its scale
             self._counts["overflows"] += 1
             return
         self._in_a_row += 1
-        ranks = [rank for rank, (_, notes) in told.items() if notes]
-        first = Note(*told[ranks[0]][1][0])
-        others = {name: None for rank in ranks for name, *_ in told[rank][1]}
-        others.pop(first.name, None)
-        hosts = state.host_names()
-        skip = self.options.on_nonfinite == "skip"
-        finding = NonFinite(
-            self._counts["steps"] + 1, first.name, ranks, [hosts[rank] for rank in ranks],
-            first.value, first.elements, first.size, first.finite_above, list(others), skip,
-        )  # fmt: skip
-        self._note(
-            finding, (finding.tensor, *map(str, ranks)), raises=self.options.on_nonfinite == "error"
-        )
-        if self.options.on_nonfinite == "error":
+        finding = self._describe_nonfinite(told)
+        chosen = self.options.on_nonfinite
+        self._note(finding, (finding.tensor, *map(str, finding.ranks)), raises=chosen == "error")
+        if chosen == "error":
             raise FloatingPointError(str(finding))
-        if skip and self._in_a_row > self.options.max_skips:
+        if finding.skipped and self._in_a_row > self.options.max_skips:
             raise FloatingPointError(
                 f"{finding}; {self.options.max_skips} steps before it were skipped, the most in a "
                 "row (max_skips)"
             )
-        self._skips = skip and not scales  # else GradScaler skips it
-        self._counts["skipped"] += skip
+        self._skips = finding.skipped and not scales  # else GradScaler skips it
+        self._counts["skipped"] += finding.skipped
+
+    def _describe_nonfinite(self, told: Mapping[int, Told]) -> NonFinite:
+        found = sums.by_rank({rank: each.sums for rank, each in told.items()})
+        notes = {rank: [*each.notes, *found.get(rank, ())] for rank, each in told.items()}
+        ranks = [rank for rank, each in notes.items() if each]
+        names = [name for rank in ranks for name, *_ in notes[rank]]
+        names += [each[0] for some in told.values() for each in some.sums]
+        first = Note(names[0], "not finite", 0, 0, None)
+        if ranks:
+            first = Note(*notes[ranks[0]][0])
+        others = dict.fromkeys(names)
+        others.pop(first.name, None)
+        hosts = state.host_names()
+        return NonFinite(
+            self._counts["steps"] + 1, first.name, ranks, [hosts[rank] for rank in ranks],
+            first.value, first.elements, first.size, first.finite_above, list(others),
+            self.options.on_nonfinite == "skip",
+        )  # fmt: skip
 
     def take_skip(self) -> bool:
         """Return whether the present step is to be skipped, once."""

@@ -10,33 +10,30 @@ import numpy as np
 from keras import ops
 
 from hororing._requests.arguments import Max
+from hororing.guard.sums import Note
 from hororing.keras.backends import backend
 
 
 class Flags:
     """The gradients that were not finite in the latest steps, before they were reduced.
 
-    They are in a variable: for each variable of the optimizer the largest rank, counted from 1,
-    whose gradient was not finite. It is the same on all ranks.
+    They are in two variables: for each variable of the optimizer the number of such elements, the
+    largest of all ranks, and that of this rank.
     """
 
-    def __init__(self, rank: int, *, skips: bool) -> None:
-        self.rank, self.skips = rank, skips
+    def __init__(self, *, skips: bool) -> None:
+        self.skips = skips
         self._names: list[str] = []
+        self._sizes: list[int] = []
         self._found: Any = None  # variables, made in the first step
         self._own: Any = None
 
     def _make(self, variables: Sequence[Any]) -> None:
         self._names = [str(each.path) for each in variables]
+        self._sizes = [int(np.prod(each.shape)) for each in variables]
         zeros = np.zeros(len(self._names), np.int32)
         self._found = keras.Variable(zeros, trainable=False, dtype="int32", name="not_finite")
-        self._own = keras.Variable(self.rank + 1, trainable=False, dtype="int32", name="own_rank")
-
-    def renew(self, rank: int) -> None:
-        """Note the rank of this process, which changes in elastic jobs."""
-        self.rank = rank
-        if self._own is not None:
-            self._own.assign(rank + 1)
+        self._own = keras.Variable(zeros, trainable=False, dtype="int32", name="not_finite_here")
 
     def look(self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
         """Look at gradients, in the train step. Return whether to take the step.
@@ -53,9 +50,10 @@ class Flags:
             at = optimizer._get_variable_index(variable)
             in_slices = hasattr(grad, "indices") and hasattr(grad, "dense_shape")
             dense = ops.convert_to_tensor(grad.values if in_slices else grad)
-            fine = ops.all(ops.isfinite(dense))
-            bad[at] = ops.where(fine, ops.zeros((), "int32"), self._own.value)
-        worst = ops.stack(bad)
+            fine = ops.cast(ops.isfinite(dense), "int32")
+            bad[at] = ops.sum(1 - fine)
+        worst = ops.stack([ops.cast(each, "int32") for each in bad])
+        self._own.assign(ops.maximum(self._own, worst))
         if settings.reduces:
             name = f"{settings.name}/not_finite"
             worst = backend().reduce([worst], [name], [], settings.for_maxima(Max))[0]
@@ -74,18 +72,19 @@ class Flags:
                 )
             state.flags = self
         flags: Flags = state.flags
-        flags.renew(self.rank)
         return flags
 
-    def take(self) -> list[tuple[str, int]]:
-        """Return names and ranks, and forget them."""
-        if self._found is None:
-            return []
-        found = ops.convert_to_numpy(self._found)
-        if not found.any():
-            return []
-        self._found.assign(np.zeros_like(found))
-        return [(self._names[at], int(found[at]) - 1) for at in np.flatnonzero(found)]
+    def take(self) -> list[Note] | None:
+        """Return those of this rank, and forget them. None: all of all ranks were finite."""
+        if self._found is None or not ops.convert_to_numpy(self._found).any():
+            return None
+        own = ops.convert_to_numpy(self._own)
+        for each in (self._found, self._own):
+            each.assign(np.zeros_like(own))
+        return [
+            Note(self._names[at], "not finite", int(own[at]), self._sizes[at], None)
+            for at in np.flatnonzero(own)
+        ]
 
 
 def both(one: Any, other: Any) -> Any:

@@ -14,13 +14,11 @@ import numpy as np
 from keras import ops
 
 from hororing._adapters.replica_check import Digest, digest
-from hororing._engine.state import rank
 from hororing._requests.names import without_numbers
 from hororing._requests.process_sets import ProcessSet, global_process_set
 from hororing.guard import Finding, Watch
 from hororing.guard.comparison import Bytes, Item
 from hororing.guard.options import checked
-from hororing.guard.watch import Note
 from hororing.keras.distributed import Distributed, shared_variables
 from hororing.keras.flags import Flags
 
@@ -45,6 +43,10 @@ class _Variables:
 
     def settle(self) -> None:
         """Do nothing: the variables are read at the end of a batch."""
+
+    def sums(self) -> Sequence[Any]:
+        """Return nothing: the optimizer looks at gradients."""
+        return ()
 
     def scale(self) -> float | None:
         """See `hororing.guard.watch.Source`."""
@@ -145,7 +147,7 @@ class GuardCallback(keras.callbacks.Callback):  # type: ignore[misc]
         Patterns of paths that are not compared, such as ``"*/moving_*"`` (`fnmatch`).
     on_nonfinite : str or None
         What happens when a gradient of some rank is infinite or NaN, before it is reduced. "warn":
-        a warning in the log names the variable and a rank. "error": FloatingPointError on all
+        a warning in the log names the variable and the ranks. "error": FloatingPointError on all
         ranks, which have not applied the gradients. "skip": no rank applies them. With a
         `LossScaleOptimizer`, which skips such steps itself, only at scales of 1 or less. None, and
         always on JAX and with op=Adasum: nobody looks.
@@ -203,7 +205,7 @@ class GuardCallback(keras.callbacks.Callback):  # type: ignore[misc]
         looks = self._options.on_nonfinite is not None and keras.backend.backend() != "jax"
         if looks and isinstance(optimizer, Distributed):
             skips = self._options.on_nonfinite != "warn" and not hasattr(optimizer, "dynamic_scale")
-            self._flags = Flags(rank(), skips=skips).attach(optimizer._hororing)
+            self._flags = Flags(skips=skips).attach(optimizer._hororing)
         self._batch = -1
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -224,13 +226,9 @@ class GuardCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _read_flags(self, flags: Flags) -> None:
         """Report the gradients that were not finite in the latest batches."""
-        watch = self._watch
-        assert watch is not None
-        told: dict[int, Any] = {}
-        for name, number in flags.take():
-            notes = told.setdefault(number, (watch.source.scale(), []))[1]
-            notes.append(Note(name, "not finite", 0, 0, ""))
-        watch.act_on_notes(self._count - 1, told)
+        assert self._watch is not None
+        notes = flags.take()
+        self._watch.exchange_notes(self._count - 1, notes is not None, notes or ())
 
     def report(self) -> dict[str, Any]:
         """Return what was compared and found until now, as plain data; see `hvd.Guard` of torch."""

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hororing._requests.process_sets import ProcessSet, global_process_set
-from hororing.guard import Finding, Options, Watch
+from hororing.guard import Finding, Options, Watch, sums
 from hororing.guard.options import checked, from_environment
 from hororing.torch._optimizer.distributed import Distributed
 from hororing.torch._optimizer.step import queue_callback
@@ -62,10 +62,11 @@ class Guard:
         Patterns of names that are not compared, such as ``"*.running_*"`` (`fnmatch`).
     on_nonfinite : str or None
         What happens when a gradient of some rank is infinite or NaN, before it is reduced. "warn":
-        a warning in the log names it. "error": FloatingPointError on all ranks. "skip": `step` of
-        `hvd.DistributedOptimizer` does nothing, on all ranks. None: nobody looks. With
-        `torch.amp.GradScaler`, which skips such steps itself, only at scales of 1 or less. Those of
-        sharded parameters (FSDP) are not looked at: ValueError for "error" and "skip".
+        a warning in the log names it. "error": FloatingPointError on all ranks. "skip": the step
+        changes nothing, on all ranks (other optimizers than ours get no gradients). None: nobody
+        looks. With `torch.amp.GradScaler`, which skips such steps itself, only at scales of 1 or
+        less. Of sharded parameters (FSDP), the shards of gradients are looked at, once they are
+        summed.
     max_skips : int
         FloatingPointError on all ranks after so many skipped steps in a row.
     snapshot : path or None
@@ -132,15 +133,12 @@ class Guard:
         named = min(source.names().values(), default="")
         process_set = _process_set(model, optimizer)
         self._watch = Watch(named, source, options, process_set)
-        sharded = source.sharded_parameters()
-        if sharded and options.on_nonfinite in ("error", "skip"):
-            raise ValueError(
-                f'Guard: on_nonfinite="{options.on_nonfinite}" needs whole parameters, but '
-                f"{sharded[0]} is sharded; its gradients are not looked at: pass on_nonfinite=None"
-            )
-        if options.on_nonfinite is not None and not sharded:
-            source.finite = Finite(self._watch.note)
-            source.finite.follow(source.names())
+        if options.on_nonfinite is not None:
+            source.finite = Finite(self._watch.note, source.shown)
+            self._watch.look = source.finite.look
+            source.begin()
+            self._unwatch = weakref.finalize(optimizer, sums.watch, False)
+            sums.watch(True)
         self._attach(model, optimizer)
         _guards[optimizer] = self
 
@@ -155,21 +153,17 @@ class Guard:
         if isinstance(optimizer, Distributed):
             optimizer.watch = None if optimizer._ranks_differ else watch
             return
-        if watch.options.on_nonfinite == "skip":
-            raise ValueError(
-                'Guard: on_nonfinite="skip" is for hvd.DistributedOptimizer; torch.amp.GradScaler '
-                'skips steps of other optimizers, and "error" stops them'
-            )
         if isinstance(model, DistributedDataParallel):
-            self._handles.append(optimizer.register_step_pre_hook(lambda *_: watch.receive()))
+            self._handles.append(optimizer.register_step_pre_hook(self._receive))
             _Passes.of(model).watches.append(watch)
             return
         count = 0
 
-        def before(*_: Any) -> None:
+        def before(*step: Any) -> None:
             watch.enter(count)
+            source.look_at_shards()
             watch.send_flags()
-            watch.receive()
+            self._receive(*step)
 
         def after(*_: Any) -> None:
             nonlocal count
@@ -179,6 +173,20 @@ class Guard:
         self._handles.append(optimizer.register_step_pre_hook(before))
 
         self._handles.append(optimizer.register_step_post_hook(after))
+
+    def _receive(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Before a step of an optimizer that is not ours: see what ranks have found, and skip it.
+
+        Optimizers of torch leave a parameter without a gradient, and its state, as it is.
+        """
+        self._watch.receive()
+        if not self._watch.take_skip():
+            return
+        if any(map(callable, (*args[1:], *kwargs.values()))):
+            raise FloatingPointError("Guard: it cannot skip a part of step(closure)")
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = None
 
     def batch(self, index: int, *inputs: Any) -> None:
         """Note the batch that the next step computes with, for a snapshot. Does not copy it.
@@ -195,6 +203,7 @@ class Guard:
         self._handles.clear()
         if self._source.finite is not None:
             self._source.finite.follow({})
+            self._unwatch()
         optimizer = self._source.optimizer()
         if optimizer is not None:
             _guards.pop(optimizer, None)

@@ -14,8 +14,10 @@ from hororing._adapters.replica_check import Digest, digest
 from hororing._engine.state import rank
 from hororing.guard.comparison import Bytes, Item
 from hororing.guard.findings import Finding, NonFinite
+from hororing.guard.sums import Sum, take
 from hororing.torch._optimizer import grad_scaler
 from hororing.torch._optimizer.digests import digests
+from hororing.torch._optimizer.reducer import Reducer
 from hororing.torch.finite import Finite
 from hororing.torch.snapshot import Snapshot
 
@@ -44,6 +46,46 @@ class Tensors:
     def begin(self) -> None:
         """Count steps from 0."""
         self.steps = 0
+        self._hook()
+        self.sums()  # of reductions before this rank joined
+
+    @property
+    def _reducer(self) -> Reducer | None:
+        """What sends gradients to the engine as they are, or looks at them, if it does."""
+        reducer = getattr(self.optimizer(), "_reducer", None)
+        return reducer if isinstance(reducer, Reducer) else None
+
+    def _hook(self) -> None:
+        """Follow the parameters of the model, if hooks look at gradients."""
+        if self.finite is not None:
+            names = {} if self._reducer is not None else self.names()
+            self.finite.follow({p: name for p, name in names.items() if not _is_sharded(p)})
+
+    def shown(self, gradient: str) -> str:
+        """Return the name of a parameter, given that of its gradient."""
+        param = None if self._reducer is None else self._reducer.reduced.get(gradient)
+        return gradient if param is None else self.names().get(param, gradient)
+
+    def sums(self) -> Sequence[Sum]:
+        """See `hororing.guard.watch.Source`."""
+        reducer = self._reducer
+        if reducer is None or self.finite is None:
+            return ()
+        reduced = reducer.reduced
+        found = take(reducer.members, reduced)
+        if not found:
+            return ()
+        orders = {name: order for name, order in reducer.orders.items() if name in reduced}
+        names = self.names()
+        sent = sorted(orders, key=orders.__getitem__)
+        result = []
+        for at, name in enumerate(sent):
+            if name in found:
+                before = [each for each in sent[:at] if each not in found]
+                above = names.get(reduced[before[-1]], before[-1]) if before else ""
+                shown, size = names.get(reduced[name], name), reduced[name].numel()
+                result.append(Sum(shown, size, at, above, found[name].parts))
+        return result
 
     def names(self) -> dict[torch.Tensor, str]:
         """Return the names of all parameters: those of the model, or of its optimizer."""
@@ -61,10 +103,15 @@ class Tensors:
                     names[param] = f"{name} (of the optimizer)" if taken else name
         return names
 
-    def sharded_parameters(self) -> list[str]:
-        """Return the names of parameters of which this rank has a part."""
-        named = self.names().items()
-        return [name for param, name in named if hasattr(param, "placements") or _is_flat(param)]
+    def look_at_shards(self) -> None:
+        """Look at the gradients of parameters of which this rank has a part.
+
+        FSDP sums them without hooks.
+        """
+        for param, name in self.names().items() if self.finite is not None else ():
+            if _is_sharded(param) and param.grad is not None:
+                assert self.finite is not None
+                self.finite.look(f"{name} (a shard)", param.grad)
 
     def _listed(self) -> Iterator[tuple[str, str, Any]]:
         """Yield kind, name, and tensor or number, of everything that may be compared."""
@@ -125,8 +172,7 @@ class Tensors:
     def items(self) -> Iterable[Item]:
         """See `hororing.guard.watch.Source`."""
         self._held, tensors, kinds = {}, [], {}
-        if self.finite is not None:
-            self.finite.follow(self.names())  # some may be new
+        self._hook()  # some may be new
         for of, name, value in self._listed():
             if isinstance(value, torch.Tensor):
                 value = _local(value)
@@ -231,6 +277,10 @@ def _has_own_statistics(module: torch.nn.Module) -> bool:
 def _is_flat(tensor: torch.Tensor) -> bool:
     """Whether it is a part of several parameters (the first version of FSDP)."""
     return bool(getattr(tensor, "_is_flat_param", False))
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "placements") or _is_flat(tensor)
 
 
 def _is_number(value: Any) -> bool:

@@ -78,6 +78,7 @@ class Deltas(Following):
         entries = self.follow()
         self.send_checks()
         self.receive_checks()
+        self.receive_watch()
         if self.step.failures:
             raise self.step.failures.pop()
         for param, delta in entries:

@@ -44,6 +44,9 @@ class Reducing(Protocol):
 class Watcher(Protocol):
     """What a guard does in each reduction, on all ranks. All may raise."""
 
+    # Looks at a gradient, by its name, where the engine does not.
+    look: Callable[[str, torch.Tensor], None] | None
+
     def send(self, reductions: int) -> None: ...  # after so many; does not block
     def send_flags(self) -> None: ...  # of a rank that reduces with no other
     def receive(self) -> None: ...

@@ -23,6 +23,8 @@ from hororing.torch._optimizer.step import Listener, Phase, Step, collect
 from hororing.torch._optimizer.weights import Weights
 from hororing.torch._tensor.uncompiled import leave_uncompiled
 
+_NUMBER = 28  # the lowest bit of a handle's number (csrc/engine/handle_table.h)
+
 
 class Following(Listener, Owner, ABC):
     """Base of what reduces, and listens to a step.
@@ -58,7 +60,7 @@ class Following(Listener, Owner, ABC):
         self._entries: list[Entry] = []
         self.reductions = 0
         self.check = FirstReduction(self, optimizer)
-        self.watch: Watcher | None = None
+        self._watch: Watcher | None = None
         self.release = weakref.finalize(optimizer, self._release)
         self.release.atexit = False
         self.follow()
@@ -142,6 +144,16 @@ class Following(Listener, Owner, ABC):
         self._names, self._entries, self._followed = {}, [], []
         self.sharing.hold(())
 
+    @property
+    def watch(self) -> Watcher | None:
+        """What a guard does in each reduction."""
+        return self._watch
+
+    @watch.setter
+    def watch(self, watch: Watcher | None) -> None:
+        self._watch = watch
+        self.step.look = getattr(watch, "look", None)
+
     def send_checks(self) -> None:
         """Send what ranks compare in this reduction. `receive_checks` waits for it."""
         if self.check.is_due:
@@ -153,6 +165,9 @@ class Following(Listener, Owner, ABC):
     def receive_checks(self) -> None:
         """Append the errors of what is compared to the failures of the step."""
         self.check.receive(self.step.failures, self.abandon)
+
+    def receive_watch(self) -> None:
+        """The same for a guard, which also looks at what is reduced."""
         if self.watch is not None:
             with collect(self.step.failures):
                 self.watch.receive()
@@ -185,6 +200,11 @@ class Following(Listener, Owner, ABC):
     def reduced(self) -> dict[str, torch.Tensor]:
         """The parameters whose gradients it reduces, by name."""
         return {gradient.name: param for param, gradient in self._entries}
+
+    @property
+    def orders(self) -> dict[str, int]:
+        """The place of each gradient in the order in which this rank has sent them."""
+        return {each.name: each.latest >> _NUMBER for _, each in self._entries}
 
     @property
     def names(self) -> dict[torch.Tensor, str]:

@@ -246,6 +246,8 @@ class Gradient(PersistentAllreduce):
     @torch.no_grad()
     def _send_on_route(self, grad: torch.Tensor) -> None:
         """Like `send`, for gradients that are not plain."""
+        if self.step.look is not None:
+            self.step.look(self.name, grad)
         is_sparse = grad.layout is torch.sparse_coo
         if is_sparse:
             self.sparse_dims = grad.sparse_dim()

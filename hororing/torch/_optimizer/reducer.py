@@ -209,6 +209,7 @@ class Reducer(Following):
             self.grouping.after_wait()
             if step.weights.used or step.failures:
                 step.weights.finish_total(step.failures)
+        self.receive_watch()
         for gradient in step.unclassified:
             gradient.state = ASK
         self.reductions += 1

@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from threading import get_ident
 from typing import Any, Final, Protocol
@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from hororing._engine import timeline
+from hororing._requests.handles import HOST
 from hororing._requests.persistent import start_many
 from hororing._tensors import Queue
 from hororing.torch._optimizer.weights import Weights
@@ -88,6 +89,8 @@ class Step(Queue):
     def __init__(self, passes: int, weights: Weights, listener: Listener) -> None:
         self.listener: Listener | None = listener
         self.weights = weights
+        # What a guard does with a gradient, by its name, that the engine does not look at.
+        self.look: Callable[[str, torch.Tensor], None] | None = None
         self.phase = Phase.IDLE
         self.begun = 0  # passes, of all steps
         self.passes = passes  # per step
@@ -214,6 +217,8 @@ class Step(Queue):
             if grad is None or not gradient.is_plain(grad):
                 gradient.send_alone(grad, failures)
             else:
+                if self.look is not None and gradient.device != HOST:
+                    self.look(gradient.name, grad)
                 plain.append((gradient, grad))
         while plain:
             gradients, grads = zip(*plain, strict=True)

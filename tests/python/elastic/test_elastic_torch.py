@@ -25,6 +25,8 @@ torch.manual_seed(os.getpid())
 model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.001 * hvd.size())
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), groups=2)
+differ = []
+guard = hvd.Guard(model, optimizer, 5, on_divergence=differ.append, on_nonfinite="error")
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.999)
 data = torch.utils.data.TensorDataset(torch.arange(COUNT, dtype=torch.float32).reshape(COUNT, 1))
 sampler = hvd.elastic.ElasticSampler(data)
@@ -77,6 +79,29 @@ def train(state):
 done = train(state)
 moments = [each["exp_avg_sq"].double().sum().item() for each in optimizer.state.values()]
 values = [each.double().sum().item() for each in model.parameters()]
+# The guard has given no false alarm, and finds what is wrong now.
+report, rank = guard.report(), hvd.rank()
+assert report["comparisons"] and not report["findings"], report
+
+
+def step(scale=1.0):
+    optimizer.zero_grad()
+    (model(torch.rand(4, 1)).square().mean() * scale).backward()
+    optimizer.step()
+
+
+if rank == 1:
+    model[0].weight.data[3, 0] += 1
+for _ in range(6):
+    step()
+assert (differ[0].tensor, differ[0].ranks) == ("0.weight", [1]), differ
+assert differ[0].step - differ[0].last_equal <= 5
+try:
+    step(float("nan") if rank == 2 else 1.0)
+except FloatingPointError as error:
+    assert "is NaN on rank 2 (" in str(error), error
+else:
+    raise AssertionError("no NaN was found")
 print("end", done, state.steps, optimizer.param_groups[0]["lr"], sum(values), sum(moments),
       flush=True)
 """

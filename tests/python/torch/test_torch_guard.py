@@ -425,6 +425,28 @@ def case_nothing_is_finite_above_the_first_gradient() -> None:
     assert "finite above" not in finding["text"]
 
 
+def case_each_rank_and_a_sum_that_overflows() -> None:
+    training = Training(op=hvd.Sum)
+    bad = Bad(training.model.last.weight)
+    also = Bad(training.model.first.weight, math.inf)
+    big = Bad(training.model.norm.bias, 3e38)
+    guard = training.guard(on_nonfinite="skip", every=0)
+    for bad.armed, also.armed, big.armed in (
+        (hvd.rank() > 0, hvd.rank() == 0, False),
+        (False, False, True),
+        (False, False, False),
+    ):
+        training.step()
+    both, overflow = guard.report()["findings"]
+    assert guard.report()["skipped"] == 2
+    assert (both["tensor"], both["ranks"]) == ("first.weight", [0, 1, 2])
+    assert both["others"] == ["last.weight"]
+    assert "first.weight is infinite on rank 0" in both["text"]
+    assert "ranks 1, 2 also" in both["text"]
+    text = "gradient of norm.bias is not finite only as a sum at step 2; the step is skipped on"
+    assert overflow["text"].startswith(text)
+
+
 def case_nan_in_sparse_rows() -> None:
     table = nn.Embedding(10, 4, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), 0.1)
@@ -541,20 +563,26 @@ def case_distributed_data_parallel() -> None:
     bad.armed = hvd.rank() == 2
     with pytest.raises(FloatingPointError, match=r"first.bias is NaN on rank 2 \(.*at step 7"):
         step()
-    with pytest.raises(ValueError, match=r"on_nonfinite=.skip. is for"):
-        hvd.Guard(net, torch.optim.SGD(net.parameters(), 0.1), on_nonfinite="skip")
+    guard.close()
+    optimizer.zero_grad()
+    guard = hvd.Guard(net, optimizer, every=0, on_nonfinite="skip")
+    before = [param.detach().clone() for param in net.parameters()]
+    step()
+    assert all(map(torch.equal, before, net.parameters()))
+    bad.armed = False
+    step()
+    assert not torch.equal(before[0], net.module.first.weight)
+    assert guard.report()["skipped"] == 1
     guard.close()
 
 
-def case_sharded_parameters_are_left_out() -> None:
+def case_sharded_parameters_are_not_compared() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
     model.register_buffer("scale", torch.ones(3))
     fully_shard(model, mesh=init_device_mesh("cpu", (hvd.size(),)))
     optimizer = torch.optim.Adam(model.parameters(), 0.1)
-    with pytest.raises(ValueError, match=r"0.weight is sharded; its gradients are not looked at"):
-        hvd.Guard(model, optimizer, on_nonfinite="error")
     found: list[Any] = []
-    guard = hvd.Guard(model, optimizer, every=2, on_divergence=found.append)
+    guard = hvd.Guard(model, optimizer, 2, on_divergence=found.append, on_nonfinite="error")
     for step in range(4):
         optimizer.zero_grad()
         model(torch.randn(4, 8)).square().mean().backward()
@@ -564,6 +592,12 @@ def case_sharded_parameters_are_left_out() -> None:
     (finding,) = found
     assert (finding.tensor, finding.ranks, finding.last_equal) == ("scale", [1], 1)
     assert {"0.weight", "1.bias: exp_avg"} <= set(guard.report()["excluded"]["sharded"])
+    model(torch.randn(4, 8)).square().mean().backward()
+    if hvd.rank() == 2:  # of the 8 rows of the last layer, it has 2
+        model[1].weight.grad.to_local()[1, 3] = math.inf
+    text = r"1.weight \(a shard\) is infinite on rank 2 .* at step 5: 1 of 32 elements"
+    with pytest.raises(FloatingPointError, match=text):
+        optimizer.step()
 
 
 def case_another_optimizer_counts_its_steps() -> None:
