@@ -22,6 +22,8 @@ from hororing.jax.verbs import reduce_leaves
 # while the rest is still being computed. PyTorch's DistributedDataParallel has 25 MiB.
 _GROUP_BYTES: Final = 8 << 20
 
+members: Final[dict[str, list[str]]] = {}  # the gradients of each request, by its name
+
 
 def reduce_gradients(gradients: Any, prefix: str, settings: Reduction, weight: Any = None) -> Any:
     """Return the reduced gradients, a pytree. Names consist of `prefix` and the path of a leaf."""
@@ -48,6 +50,7 @@ def reduce_parts(
     results = list(leaves)
     for part in parts:
         more = f"+{len(part) - 1}" if len(part) > 1 else ""
+        members[names[min(part)] + more] = [names[at] for at in part]
         call = Call(
             ALLREDUCE, "allreduce", names[min(part)] + more, site, settings.process_set,
             op=settings.op,

@@ -17,7 +17,10 @@ from hororing._requests.process_sets import ProcessSet, global_process_set
 from hororing.guard import Finding, Watch
 from hororing.guard.comparison import Bytes, Item
 from hororing.guard.options import checked
+from hororing.guard.sums import Sum, all_of
+from hororing.guard.sums import watch as watch_sums
 from hororing.jax._ffi.arrays import is_traced
+from hororing.jax.gradients import members
 
 T = TypeVar("T")
 _watches: dict[tuple[str, int | None], Watch] = {}  # by name and process set
@@ -28,20 +31,27 @@ class _Leaves:
 
     remedy = "hvd.broadcast_parameters(tree, root_rank=0)"
 
-    def __init__(self) -> None:
+    def __init__(self, process_set: ProcessSet) -> None:
+        self._process_set = process_set
         self.tree: Any = None
         self._excluded: dict[str, list[str]] = {}
         self._held: dict[str, np.ndarray[Any, Any]] = {}
         self.written: dict[str, np.ndarray[Any, Any]] = {}
 
     def begin(self) -> None:
-        """Do nothing: the caller counts steps."""
+        """Forget sums before this rank joined. The caller counts steps."""
+        self.sums()
 
     def settle(self) -> None:
-        """Do nothing: gradients are not looked at."""
+        """Do nothing: sums are looked at, not gradients."""
+
+    def sums(self) -> Sequence[Sum]:
+        """See `hororing.guard.watch.Source`."""
+        number = self._process_set.process_set_id or 0
+        return all_of(number, lambda request: members.get(request, [request]))
 
     def scale(self) -> None:
-        """Return None: gradients are not looked at."""
+        """Return None: the scale of losses is not known."""
 
     def keep(self, finding: object) -> None:
         """Do nothing: there are no snapshots."""
@@ -103,12 +113,14 @@ def guard(
     ignore: Iterable[str] = (),
     name: str = "tree",
     process_set: ProcessSet = global_process_set,
+    on_nonfinite: str | None = "warn",
 ) -> T:
     """Compare a tree of all ranks after every `every` steps, and name the leaf that differs.
 
     Call it after each step, outside of compiled functions, on all ranks. It compares after the
     first step and after every `every` steps, which blocks: one number, a digest of the bits of all
     leaves. Only if it differs do ranks find out which leaf differs, on which rank, and by how much.
+    Each time it also waits for `tree`, and ranks compare whether sums were not finite.
 
     Parameters
     ----------
@@ -129,6 +141,10 @@ def guard(
         Distinguishes several trees of a training.
     process_set : ProcessSet
         The ranks that train together.
+    on_nonfinite : str or None
+        What happens if a gradient of some rank, or another array of floats that was summed since
+        the call before, was infinite or NaN. "warn": a warning in the log names it. "error":
+        FloatingPointError on all ranks. None: nobody looks, nor waits for the step.
 
     Returns
     -------
@@ -138,21 +154,33 @@ def guard(
     Raises
     ------
     ValueError
-        In a compiled function, and for a wrong argument.
+        In a compiled function, and for a wrong argument; on_nonfinite is "skip".
 
     Examples
     --------
     >>> params, opt_state = jnp.ones(3), jnp.zeros(3)
     >>> params, opt_state = hvd.guard((params, opt_state), step=100)
     """
-    options = checked("guard", every=every, on_divergence=on_divergence, ignore=ignore)
+    options = checked(
+        "guard", every=every, on_divergence=on_divergence, ignore=ignore, on_nonfinite=on_nonfinite
+    )
+    if on_nonfinite == "skip":
+        raise ValueError(
+            'guard: on_nonfinite="skip" comes too late here, after the step; let optax skip it, '
+            "by the reduced gradients, which are the same on all ranks: "
+            "hvd.DistributedOptimizer(optax.apply_if_finite(tx, 10))"
+        )
     if is_traced():
         raise ValueError("guard: call it outside of compiled functions, with the result of a step")
     key = name, process_set.process_set_id
     watch = _watches.get(key)
     if watch is None:
-        watch = _watches[key] = Watch(f"jax.{name}", _Leaves(), options, process_set)
+        watch = _watches[key] = Watch(f"jax.{name}", _Leaves(process_set), options, process_set)
+        watch_sums(True)
     watch.options = options
+    if on_nonfinite is not None:
+        jax.block_until_ready(tree)
+        watch.check_sums(step)
     if not watch.is_due(step):
         return tree
     leaves = watch.source

@@ -5,8 +5,10 @@ The half of `hororing.guard` that knows TensorFlow's variables. See docs/guard.m
 
 from __future__ import annotations
 
+import re
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import tensorflow as tf
@@ -16,7 +18,12 @@ from hororing._requests.process_sets import ProcessSet, global_process_set
 from hororing.guard import Finding, Watch
 from hororing.guard.comparison import Bytes, Item
 from hororing.guard.options import Options, checked
+from hororing.guard.sums import Sum, all_of
+from hororing.guard.sums import watch as watch_sums
 from hororing.tensorflow.gradients import unique_names
+
+# Of a gradient's request: the graph, and what the tape calls its gradients.
+_PREFIX: Final = re.compile(r"^(?:.*/)?gradients(?:\.\d+)?/")
 
 
 class _Variables:
@@ -24,23 +31,34 @@ class _Variables:
 
     remedy = "hvd.broadcast_variables(variables, root_rank=0)"
 
-    def __init__(self, variables: Sequence[Any]) -> None:
+    def __init__(self, variables: Sequence[Any], process_set: ProcessSet) -> None:
+        self._process_set = process_set
         inner = [getattr(each, "value", None) for each in variables]
         self._variables = [
             one if value is None or callable(value) else value
             for one, value in zip(variables, inner, strict=True)
         ]
+        self.sums()  # forgets those before
+        self._begun = False
         self._excluded: dict[str, list[str]] = {}
         self._held: dict[str, tf.Variable] = {}
 
     def begin(self) -> None:
-        """Do nothing: steps are counted by the caller."""
+        """Forget sums before this rank joined. Steps are counted by the caller."""
+        if self._begun:
+            self.sums()
+        self._begun = True
 
     def settle(self) -> None:
-        """Do nothing: gradients are not looked at."""
+        """Do nothing: sums are looked at, not gradients."""
+
+    def sums(self) -> Sequence[Sum]:
+        """See `hororing.guard.watch.Source`."""
+        found = all_of(self._process_set.process_set_id or 0, lambda request: request.split(","))
+        return [each._replace(name=_PREFIX.sub("", each.name)) for each in found]
 
     def scale(self) -> None:
-        """Return None: gradients are not looked at."""
+        """Return None: the scale of losses is not known."""
 
     def replaced(self) -> Sequence[str]:
         """Return nothing: the caller has chosen the variables."""
@@ -81,7 +99,22 @@ class _Variables:
 def watch_of(variables: Sequence[Any], options: Options, process_set: ProcessSet) -> Watch:
     """Return what compares these variables."""
     names = unique_names("guard", variables)
-    return Watch(f"{names[0]}.of.{len(names)}", _Variables(variables), options, process_set)
+    source = _Variables(variables, process_set)
+    watch = Watch(f"{names[0]}.of.{len(names)}", source, options, process_set)
+    if options.on_nonfinite is not None:
+        watch_sums(True)
+        weakref.finalize(watch, watch_sums, False)
+    return watch
+
+
+def refuse_skips(what: str, on_nonfinite: str | None) -> None:
+    """ValueError for "skip"."""
+    if on_nonfinite == "skip":
+        raise ValueError(
+            f'{what}: on_nonfinite="skip" is for model.fit and hvd.Guard of PyTorch. The script '
+            "applies what a tape returns: let it do so only if tf.math.is_finite of all reduced "
+            'gradients, which is the same on all ranks, and pass "warn" or "error" here'
+        )
 
 
 class Guard:
@@ -89,7 +122,8 @@ class Guard:
 
     Call `step()` after each training step, outside of graphs, on all ranks. After the first step
     and after every `every` steps, it compares one number: a digest of the bits of all variables.
-    Only if it differs do ranks find out which one differs, on which rank, and by how much.
+    Only if it differs do ranks find out which one differs, on which rank, and by how much. Each
+    time it also compares whether sums of gradients were not finite.
     ``model.fit`` has `hvd.callbacks.GuardCallback` of hororing.keras.
 
     Parameters
@@ -106,6 +140,16 @@ class Guard:
         Patterns of names that are not compared, such as ``"*moving_*"`` (`fnmatch`).
     process_set : ProcessSet
         The ranks that train together.
+    on_nonfinite : str or None
+        What `step` does if a gradient of some rank, or another tensor of floats that was summed
+        since the last call, was infinite or NaN. "warn": a warning in the log names it. "error":
+        FloatingPointError on all ranks. None: nobody looks. Allreduces are looked at: not slices,
+        and what was compressed as it was sent.
+
+    Raises
+    ------
+    ValueError
+        An argument is wrong; on_nonfinite is "skip".
 
     Examples
     --------
@@ -122,8 +166,13 @@ class Guard:
         on_divergence: str | Callable[[Finding], object] = "error",
         ignore: Iterable[str] = (),
         process_set: ProcessSet = global_process_set,
+        on_nonfinite: str | None = "warn",
     ) -> None:
-        options = checked("Guard", every=every, on_divergence=on_divergence, ignore=ignore)
+        options = checked(
+            "Guard", every=every, on_divergence=on_divergence, ignore=ignore,
+            on_nonfinite=on_nonfinite,
+        )  # fmt: skip
+        refuse_skips("Guard", on_nonfinite)
         variables = list(variables)
         if not variables:
             raise ValueError("Guard: there are no variables; build the model and optimizer before")
@@ -131,8 +180,10 @@ class Guard:
         self._steps = 0
 
     def step(self) -> None:
-        """Count a step; compare if it is time, which blocks. Raises as `on_divergence` says."""
+        """Count a step; compare what is due, which blocks. Raises as the options say."""
         self._steps += 1
+        if self._watch.options.on_nonfinite is not None:
+            self._watch.check_sums(self._steps)
         if self._watch.is_due(self._steps):
             self._watch.check(self._steps)
 

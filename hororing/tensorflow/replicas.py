@@ -20,7 +20,7 @@ from hororing._requests.process_sets import ProcessSet
 from hororing.guard import Watch
 from hororing.guard.options import from_environment
 from hororing.tensorflow.gradients import unique_names
-from hororing.tensorflow.guard import watch_of
+from hororing.tensorflow.guard import refuse_skips, watch_of
 
 _REMEDY: Final = (
     "Call hvd.broadcast_variables(model.variables, root_rank=0) before the first step or after it, "
@@ -37,16 +37,17 @@ class _Check(ReplicaCheck):
         super().__init__("DistributedGradientTape", process_set, _REMEDY)
         self.in_python = 0
         self.options = from_environment()  # of its guard
-        asked = None if self.options is None else self.options.on_nonfinite
-        if asked in ("error", "skip"):
-            raise ValueError(
-                f"HORORING_GUARD: on_nonfinite={asked} is not for DistributedGradientTape, whose "
-                "guard compares replicas only; leave it out, or train by model.fit"
-            )
         self.watch: Watch | None = None
+        if self.options is not None:
+            refuse_skips("HORORING_GUARD", self.options.on_nonfinite)
         with tf.init_scope(), tf.device("CPU:0"):
             self.in_graphs = tf.Variable(0, trainable=False, dtype=tf.int64)
         _living.add(self)
+
+    @property
+    def looks(self) -> bool:
+        """Whether each reduction asks what the sums of the one before were."""
+        return self.options is not None and self.options.on_nonfinite is not None
 
     def restart(self) -> None:
         """Count from 0 again."""
@@ -61,6 +62,8 @@ class _Check(ReplicaCheck):
         if self.options is not None:
             if self.watch is None:
                 self.watch = watch_of(variables, self.options, self._process_set)
+            if self.looks and begun > 1:
+                self.watch.check_sums(begun - 1)
             if self.watch.is_due(begun - 1):
                 self.watch.check(begun - 1)
 
@@ -84,15 +87,18 @@ state.at_era(_restart)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def compare(sources: Sequence[Any], process_set: ProcessSet) -> None:
-    """Compare the variables among `sources`, if that is due. In a graph, add the operations."""
+def compare(sources: Sequence[Any], process_set: ProcessSet) -> list[tf.Tensor]:
+    """Compare the variables among `sources`, if that is due. In a graph, add the operations.
+
+    Returns what has to run before the reduction.
+    """
     if not tf.compat.v1.executing_eagerly_outside_functions():
-        return
+        return []
     if not may_differ(process_set) and (len(process_set.ranks) < 2 or from_environment() is None):
-        return
+        return []
     variables = [each for each in map(_variable, sources) if each is not None]
     if not variables:
-        return
+        return []
     checks = variables[0].__dict__.setdefault(_CHECKS, {})
     key = process_set.process_set_id, len(variables)
     if key not in checks:
@@ -101,7 +107,7 @@ def compare(sources: Sequence[Any], process_set: ProcessSet) -> None:
     if tf.executing_eagerly():
         check.in_python += 1
         check.look(variables, check.in_python)
-        return
+        return []
     begun = check.in_graphs.assign_add(1)
 
     def now() -> tf.Tensor:
@@ -113,9 +119,12 @@ def compare(sources: Sequence[Any], process_set: ProcessSet) -> None:
             return tf.constant(0)
 
     due = tf.equal(begun, 2)
-    if check.options is not None and check.options.every:
+    if check.looks:
+        due = begun > 0
+    elif check.options is not None and check.options.every:
         due |= (begun > 1) & tf.equal((begun - 1) % check.options.every, 0)
-    tf.cond(due, now, lambda: tf.constant(0))
+    looked = tf.cond(due, now, lambda: tf.constant(0))
+    return [looked] if check.looks else []
 
 
 def _variable(source: Any) -> tf.Variable | None:

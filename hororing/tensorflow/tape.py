@@ -60,19 +60,20 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
         if use_generic_names:
             names = [f"{prefix}/grad_{at}" for at in range(len(flat))]
         keys = [variable_key(source) for source in flat]
-        compare(
+        before = compare(
             [each for each, key in zip(flat, keys, strict=True) if key not in self._local],
             self._options.process_set,
         )
         # A gradient in slices is one gradient, though it consists of tensors.
-        reduced = reduce_gradients(
-            tf.nest.flatten(gradients),
-            names,
-            self._options,
-            keys=keys,
-            local=self._local,
-            weight=self._weight,
-        )
+        with tf.control_dependencies(before):
+            reduced = reduce_gradients(
+                tf.nest.flatten(gradients),
+                names,
+                self._options,
+                keys=keys,
+                local=self._local,
+                weight=self._weight,
+            )
         if self._options.process_set is global_process_set and not self._local:
             Seen.over_all_ranks = True
         return tf.nest.pack_sequence_as(sources, reduced)

@@ -318,6 +318,35 @@ def case_a_guard_names_the_leaf_that_differs():
         hvd.guard(repaired, 12, every=2)
 
 
+def case_a_guard_names_the_gradient_that_is_not_finite():
+    optax = pytest.importorskip("optax")
+    tx = hvd.DistributedOptimizer(optax.apply_if_finite(optax.sgd(0.1), 3))
+    params = {"w": jnp.ones(3), "b": jnp.ones(5)}
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, scale):
+        grads = {"w": params["w"] * scale, "b": params["b"]}
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with pytest.raises(ValueError, match=r"optax\.apply_if_finite"):
+        hvd.guard(params, 0, on_nonfinite="skip")
+    hvd.guard(params, 0, on_nonfinite="error")
+    for number in range(1, 4):
+        scale = np.ones(3, np.float32)
+        scale[1] = np.inf if number == 2 and RANK == SIZE - 1 else 1
+        before = params
+        params, state = step(params, state, scale)
+        if number != 2 or SIZE == 1:
+            hvd.guard((params, state), number, on_nonfinite="error")
+            continue
+        assert (params["b"] == before["b"]).all()  # optax has skipped it
+        text = rf"\['w'\] is infinite on rank {SIZE - 1} \(.*at step 2: 1 of 3"
+        with pytest.raises(FloatingPointError, match=text):
+            hvd.guard((params, state), number, on_nonfinite="error")
+
+
 test_case = session.on_ranks(globals(), 1, 2, 3, 4, push=[2], session="jax")
 
 

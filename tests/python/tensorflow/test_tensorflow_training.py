@@ -5,6 +5,7 @@ conformance/ tests the results of the verbs, test_tensorflow_graphs.py tests the
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -442,9 +443,45 @@ def case_a_guard_names_a_variable_that_differs() -> None:
         with pytest.raises((errors.MismatchError, tf.errors.OpError), match="at step 4"):
             step()
     other = guard_options.parse("on_nonfinite=skip")
-    told = pytest.raises(ValueError, match="on_nonfinite=skip is not for DistributedGradientTape")
+    told = pytest.raises(ValueError, match='HORORING_GUARD: on_nonfinite="skip" is for')
     with mock.patch.object(replicas, "from_environment", return_value=other), told:
         gradients_by(hvd.DistributedGradientTape, variables())
+
+
+def case_a_guard_names_a_gradient_that_is_not_finite() -> None:
+    if hvd.size() == 1:
+        return
+    sources, last = variables(), hvd.size() - 1
+    scale = tf.Variable(np.float64(1.0), trainable=False)
+    by_environment = guard_options.parse("every=0,on_nonfinite=error")
+
+    def step() -> None:
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_sum(sources[0] ** 2) + tf.reduce_sum(sources[1] * scale)
+        tape.gradient(loss, sources)
+
+    told = rf"is NaN on rank {last} \(.*at step 2: \d+ of \d+ elements"
+    for run in (step, tf.function(step)):
+        guard = hvd.Guard(sources, every=0, on_nonfinite="error")
+        for number in (1, 2, 3):
+            scale.assign(math.nan if number == 2 and hvd.rank() == last else 1.0)
+            run()
+            if number != 2:
+                guard.step()
+                continue
+            with pytest.raises(FloatingPointError, match=told):
+                guard.step()
+        (finding,) = guard.report()["findings"]
+        assert finding["tensor"] == "kernel.2"
+    sources = variables()
+    run = tf.function(step)
+    with mock.patch.object(replicas, "from_environment", return_value=by_environment):
+        for number in (1, 2, 3):
+            scale.assign(math.nan if number == 2 and hvd.rank() == last else 1.0)
+            if number < 3:
+                run()
+        with pytest.raises((FloatingPointError, tf.errors.OpError), match=told):
+            run()
 
 
 def case_wrong_arguments_are_told() -> None:
