@@ -128,7 +128,8 @@ class MLflow(Tracker):
 
         self._module = module
         self._module.start_run(**{"run_name": run["name"], **self.options})
-        self._module.log_params({**flat(run["config"]), "seed": run["seed"]})
+        seed = {} if run["seed"] is None else {"seed": run["seed"]}
+        self._module.log_params({**flat(run["config"]), **seed})
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add metrics at a step."""

@@ -239,6 +239,8 @@ def test_mlflow_gets_what_the_record_gets(tmp_path, monkeypatch):
         ("log_metrics", ({"loss": 0.5},), {"step": 5}),
         ("end_run", (), {"status": "FINISHED"}),
     ]
+    with RunRecord(tmp_path, {"lr": 1}, name="b", trackers=[tracking.MLflow()]):
+        assert fake.calls[-1] == ("log_params", ({"lr": 1},), {})  # no seed
 
 
 def test_trackers_that_are_not_installed_are_left_out_or_refused(tmp_path, monkeypatch):
