@@ -109,7 +109,8 @@ def _between(first: dict[str, Any], last: dict[str, Any]) -> Rates:
         queued_s=kernel["queued_ns"] / 1e9 / parts,
         disk_s=kernel["disk_ns"] / 1e9 / parts,
         throttled_s=kernel["throttled_ns"] / 1e9 / parts,
-        queued_share=kernel["queued_ns"] / 1e9 / seconds,
+        # The kernel counts a wait when it ends: it may have begun before the window.
+        queued_share=min(kernel["queued_ns"] / 1e9 / seconds, 1.0),
         core_share=kernel["cpu_ns"] / 1e9 / seconds,
         batches=totals["batches"] / seconds,
         tensors=totals["tensors"] / seconds,

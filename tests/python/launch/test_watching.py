@@ -25,7 +25,7 @@ import pytest
 from hororing.watch import hub, links, metrics, page, sampler
 from hororing.watch import job as job_module
 from hororing.watch.findings import Seen, of_hosts, of_late_ranks, of_links, of_waits
-from hororing.watch.rates import Rates
+from hororing.watch.rates import History, Rates
 
 ROOT = Path(__file__).parents[3]
 RANK = """
@@ -302,6 +302,32 @@ def test_a_slow_link_and_a_host_without_cores_are_named():
     host = {"host": "h", "cores": 2, "steal_share": 0.3}
     (found,) = of_hosts([host], {0: seen()})
     assert "the hypervisor takes 30%" in found.text
+
+
+def test_a_wait_for_a_core_from_before_the_window_is_no_share_over_1():
+    totals = (
+        "steps",
+        "step_began_at_ns",
+        "waited_ns",
+        "batch_ns",
+        "blocked_ns",
+        "batches",
+        "tensors",
+    )
+    paths = ("shm_direct", "at_once", "three_phase", "ring", "rank_order", "other")
+    kernel = ("main_cpu_ns", "cpu_ns", "queued_ns", "disk_ns", "throttled_ns")
+    window = History()
+    for at_ns, queued_ns in ((0, 0), (2_000_000_000, 2_500_000_000)):
+        window.add(
+            {
+                "pid": 1, "at_ns": at_ns, "shown": {},
+                "totals": dict.fromkeys([*totals, *(f"bytes_{each}" for each in paths)], 0),
+                "kernel": {**dict.fromkeys(kernel, 0), "queued_ns": queued_ns, "state": "R"},
+            }
+        )  # fmt: skip
+    rates = window.rates()
+    assert rates is not None
+    assert rates.queued_share == 1.0
 
 
 @pytest.mark.parametrize(
