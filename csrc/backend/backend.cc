@@ -4,7 +4,6 @@
 #include "collective/segments.h"
 
 namespace hororing {
-
 Members Members::World(int size) {
   Members world;
   for (int rank = 0; rank < size; ++rank) world.ranks.push_back(rank);

@@ -6,7 +6,6 @@
 #include "kernels/copy.h"
 
 namespace hororing {
-
 using Extent = Channel::Extent;
 
 ChannelPlan::ChannelPlan(std::vector<Channel> all, const SetSlots& set, size_t most)

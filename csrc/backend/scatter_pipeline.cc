@@ -4,7 +4,6 @@
 #include "collective/slice_exchange.h"
 
 namespace hororing {
-
 using Extent = ScatterPlan::Part::Extent;
 
 ScatterPlan::ScatterPlan(const SetSlots& set, const Batch& batch)

@@ -4,7 +4,6 @@
 #include "backend/common.h"
 
 namespace hororing {
-
 SharedMemoryBackend::SharedMemoryBackend(Transport& wire, ShmTransport& local,
                                          const Topology& topology, const Members& members,
                                          const AllreduceOptions& options)

@@ -9,7 +9,6 @@
 #include "kernels/copy.h"
 
 namespace hororing {
-
 // A rank of the smallest host owns most: the channel of that host, and its share of the others'.
 size_t SharedMemoryBackend::MaxChannels() const {
   size_t most = 0;

@@ -3,7 +3,6 @@
 #include <time.h>
 
 namespace hororing {
-
 TimeNs CoarseNowNs() {
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC_COARSE, &now);

@@ -1,7 +1,6 @@
 #include "collective/layout.h"
 
 namespace hororing {
-
 void Layout::Add(const ReduceSpec& spec, size_t bytes) {
   if (bytes == 0) return;
   const size_t begin = bytes_;

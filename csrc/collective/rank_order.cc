@@ -15,7 +15,6 @@
 #include "collective/segments.h"
 
 namespace hororing {
-
 Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
                           TimeNs deadline, const GatherOptions& options) {
   const std::vector<Span> chunks = buffer.layout.Parts(transport.size());

@@ -3,7 +3,6 @@
 #include <utility>
 
 namespace hororing {
-
 void SumPartials(const ReduceSpec& spec, std::byte* partials, const std::vector<const void*>& from,
                  size_t n, std::byte* widened, const int* ranks) {
   ReduceSpec of = spec;

@@ -9,7 +9,6 @@
 #include "transport/subgroup.h"
 
 namespace hororing {
-
 Applier::Applier(Shared& shared, World& world, const BackendOptions& options, BatchRunner& runner,
                  Timeline& timeline, const std::vector<int>& group)
     : shared_(shared),

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 namespace hororing {
-
 std::vector<std::vector<size_t>> PlanFusion(const std::vector<FusionItem>& items,
                                             int64_t fusion_bytes) {
   struct Open {

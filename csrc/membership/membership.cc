@@ -12,7 +12,6 @@
 #include "base/signals.h"
 
 namespace hororing {
-
 Membership::Membership(int socket, TimeNs interval_ns, Ended ended)
     : socket_(socket), interval_ns_(interval_ns), ended_(std::move(ended)) {
   const SignalsBlocked blocked;

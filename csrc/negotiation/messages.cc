@@ -3,7 +3,6 @@
 #include <utility>
 
 namespace hororing {
-
 bool Request::operator==(const Request& other) const {
   return kind == other.kind && op == other.op && root == other.root && prescale == other.prescale &&
          postscale == other.postscale && process_set == other.process_set && name == other.name &&

@@ -4,7 +4,6 @@
 #include <numeric>
 
 namespace hororing {
-
 int ProcessSet::Search(int rank) const {
   const auto found = std::lower_bound(ranks.begin(), ranks.end(), rank);
   if (found == ranks.end() || *found != rank) return -1;

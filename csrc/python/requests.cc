@@ -3,7 +3,6 @@
 #include <cstring>
 
 namespace hororing {
-
 static_assert(sizeof(long) == sizeof(int64_t), "handles are made of long");
 
 namespace {

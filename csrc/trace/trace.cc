@@ -3,7 +3,6 @@
 #include <utility>
 
 namespace hororing {
-
 const char* Name(Stage stage) {
   constexpr const char* kNames[] = {"HOOK", "VIEW",   "SUBMIT", "NEGOTIATE", "PLAN",
                                     "PACK", "REDUCE", "UNPACK", "COMPLETE",  "GUARD"};

@@ -5,7 +5,6 @@
 #include <utility>
 
 namespace hororing {
-
 // First all ranks share the length and the beginning of their texts. Usually that is all; longer
 // texts follow in full, to the same size on every rank, which all know by then.
 Status TransportBootstrap::Share(const std::string& mine, TimeNs deadline,

@@ -3,7 +3,6 @@
 #include "transport/polling.h"
 
 namespace hororing {
-
 RoutedTransport::RoutedTransport(std::unique_ptr<Transport> wire, ShmTransport& local,
                                  const std::vector<int>& ranks, TimeNs spin_ns)
     : wire_(std::move(wire)),

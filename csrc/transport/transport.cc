@@ -5,7 +5,6 @@
 #include "base/text.h"
 
 namespace hororing {
-
 void Transport::Revoke(const Status& why) {
   std::call_once(revoking_, [&] {
     revocation_ = why;

@@ -6,7 +6,6 @@
 #include "transport/mpi/mpi_transport.h"
 
 namespace hororing {
-
 std::atomic<bool> broken_here{false};
 
 Status MpiError(const char* call, int error, int peer) {
