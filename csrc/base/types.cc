@@ -56,7 +56,7 @@ std::string ShapeText(const std::vector<int64_t>& shape) {
   return "[" + Listed(shape, [](int64_t extent) { return std::to_string(extent); }) + "]";
 }
 
-int64_t TensorView::elements() const {
+int64_t Elements(const std::vector<int64_t>& shape) {
   int64_t product = 1;
   for (const int64_t extent : shape) product *= extent;
   return product;

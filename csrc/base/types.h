@@ -69,6 +69,7 @@ inline size_t RoundUp(size_t value, size_t unit) { return (value + unit - 1) / u
 
 // REQUIRES of these: a valid number.
 size_t ElementSize(DataType dtype);
+int64_t Elements(const std::vector<int64_t>& shape);
 const char* Name(DataType dtype);                          // "float32"
 const char* Name(ReduceOp op);                             // "Average"
 const char* Name(Collective kind);                         // "allreduce"
@@ -86,7 +87,7 @@ struct TensorView {
   int device = kHost;  // the CUDA device that holds it
 
   bool on_device() const { return device != kHost; }
-  int64_t elements() const;
+  int64_t elements() const { return Elements(shape); }
   size_t bytes() const { return static_cast<size_t>(elements()) * ElementSize(dtype); }
 };
 

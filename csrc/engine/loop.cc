@@ -11,11 +11,12 @@
 #include "negotiation/codec.h"
 
 namespace hororing {
-
 // Time limits for the last messages: the agreement to stop, and the end of the timeline. The short
 // one is for a revoked transport, which only announces its failure.
 constexpr TimeNs kFinalTimeout = 2 * kSecond, kTimelineTimeout = 4 * kSecond;
 constexpr TimeNs kRevokedTimeout = kSecond / 5;
+// Fewer bytes wait for the batch on the wire: with what comes by its end, they make a better one.
+constexpr int64_t kWorthABatch = 2 << 20;
 
 Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
            std::vector<std::unique_ptr<Backend>> backends, std::vector<TimeNs> clock_offsets)
@@ -37,7 +38,8 @@ Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
   const auto warn = [&tensors = shared.tensors](const std::string& text) {
     Log(LogLevel::kWarning, "stall: " + tensors.Titles({"REDUCE", "PLAN"}) + " (REDUCE): " + text);
   };
-  transport_.SetWaitLimits({shared.config.stall.warning_ns, warn, shared.config.timeout_ns});
+  transport_.SetWaitLimits(
+      {shared.config.stall.warning_ns, warn, shared.config.timeout_ns, [this] { Negotiate(); }});
   shared_.stats.fusion_bytes = shared_.config.fusion_bytes;
   shared_.stats.cycle_time_ns = shared_.config.cycle_time_ns;
   if (topology_.rank == group_[0] && group_.size() > 1) {
@@ -146,16 +148,33 @@ bool Loop::Decide() {
   const bool waits = !stall.missing.empty() && stall.abort.ok();
   if (waits && transport_.CheckPeers().ok()) End(liveness_.Check(stall.missing, now));
   if (final_) return true;
-  const std::optional<Agreement> agreement = coordinator_->TakeAgreement();
+  std::optional<Agreement> agreement = coordinator_->TakeAgreement();
   if (!agreement) return false;
   Send(*agreement);
-  if (final_) return true;
   if (coordinator_->IsForAll(*agreement)) {
-    End(applier_.Apply(*agreement));
-  } else if (const std::optional<Agreement> part = coordinator_->PartFor(group_, *agreement)) {
-    End(applier_.Apply(*part));
+    Carry(*std::move(agreement));
+  } else if (std::optional<Agreement> part = coordinator_->PartFor(group_, *agreement)) {
+    Carry(*std::move(part));
   }
   return true;
+}
+
+// Negotiates the next batch while one is on the wire. A failure ends the loop after that one: its
+// memory is in use, and the other ranks need nothing more to carry it out.
+void Loop::Negotiate() try {
+  if (final_ || agreed_.empty()) return;
+  Receive();
+  if (!final_) ReportSubmitted();
+  if (!final_ && host_reports_) Forward();
+  if (!final_ && coordinator_ && coordinator_->ready_bytes() >= kWorthABatch) Decide();
+} catch (const std::exception& error) {
+  OnException(error);
+}
+
+void Loop::Carry(Agreement agreement) {
+  agreed_.push_back(std::move(agreement));
+  if (agreed_.size() > 1) return;  // it has come while another one is carried out
+  for (; !agreed_.empty() && !final_; agreed_.pop_front()) End(applier_.Apply(agreed_.front()));
 }
 
 // Rank 0: the timeline at the chosen steps, by tensors' names: a first step has no cache ids.

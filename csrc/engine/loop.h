@@ -8,6 +8,7 @@
 // Thread-safety: every call REQUIRES Engine::progress_mutex_, on any thread.
 #pragma once
 
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -62,6 +63,8 @@ class Loop {
   bool Receive();
   bool Forward();
   bool Decide();
+  void Negotiate();
+  void Carry(Agreement agreement);
   bool ServeCommand();
   // loop_messages.cc, with the first three steps
   bool ShouldHoldReport();
@@ -106,6 +109,7 @@ class Loop {
   uint32_t poll_epoch_ = 0;  // the eventcount when the loop's thread promised to poll
   bool run_by_caller_ = false;
   Applier applier_;
+  std::deque<Agreement> agreed_;  // the first is being carried out
   LivenessWatch liveness_;
   bool left_ = false;  // this rank has reported its shutdown
   TimeNs next_checks_ns_ = 0;

@@ -186,7 +186,7 @@ bool Loop::Receive() {
       if (host_reports_) host_reports_->Decided(agreement);
       pace_.OnAnswer();
       ReportSubmitted();
-      if (understood) End(applier_.Apply(agreement));
+      if (understood) Carry(std::move(agreement));
     } else if (understood && kind == MessageKind::kStatus) {
       liveness_.OnStatusMessage(peer, message.substr(1));
     } else if (understood && kind == MessageKind::kTrace) {

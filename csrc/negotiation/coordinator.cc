@@ -193,6 +193,9 @@ void Coordinator::Decide(TensorState& tensor) {
   if (!status.ok()) {
     decision = {Decision::Kind::kFail, std::move(status), request.process_set, request.name};
   }
+  for (const Request::Tensor& each : request.tensors) {
+    ready_bytes_ += Elements(each.shape) * static_cast<int64_t>(ElementSize(each.dtype));
+  }
   ClearPending(tensor);
   Push(std::move(decision));
 }
@@ -259,6 +262,7 @@ std::optional<Agreement> Coordinator::TakeAgreement() {
   if (ready_.empty()) return std::nullopt;
   Agreement agreement;
   agreement.sequence = ++sequence_;
+  ready_bytes_ = 0;
   agreement.decisions = std::exchange(ready_, {});
   agreement.evicted = std::exchange(evicted_, {});
   removed_now_ = std::exchange(removed_, {});

@@ -55,6 +55,8 @@ class Coordinator {
 
   // Returns the decisions since the last call, if any, in the order in which they became ready.
   std::optional<Agreement> TakeAgreement();
+  // Of one rank's tensors in these decisions.
+  int64_t ready_bytes() const { return ready_bytes_; }
   // The part of the latest agreement that concerns any of `ranks`, with the rows that these receive
   // in an alltoall. If there is none, it need not be sent to them.
   std::optional<Agreement> PartFor(const std::vector<int>& ranks, const Agreement& agreement) const;
@@ -161,6 +163,7 @@ class Coordinator {
   std::vector<uint64_t> applied_;  // per rank: the last agreement it has applied
   uint64_t sequence_ = 0;
   std::vector<Decision> ready_;  // for the next agreement
+  int64_t ready_bytes_ = 0;
   TimeNs stall_check_ns_ = kForever;
   bool stopped_ = false;  // a kLeave or kAbort is in ready_ or has been sent
 };

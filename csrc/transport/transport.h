@@ -114,11 +114,13 @@ class Transport {
   // process is stopped or its network is cut. 0 for a rank that has failed or left.
   virtual TimeNs Silence(int /*peer*/) { return 0; }
   // Waits longer than `warning_ns` call `warn` with the ranks that make no progress. `limit_ns`:
-  // how long a wait may take without progress; deadlines are made from it.
+  // how long a wait may take without progress; deadlines are made from it. `meanwhile`: TCP's waits
+  // call it while nothing moves; it may use the control plane only.
   struct WaitLimits {
     TimeNs warning_ns = kForever;
     std::function<void(const std::string&)> warn;
     TimeNs limit_ns = 0;
+    std::function<void()> meanwhile = [] {};
   };
   virtual void SetWaitLimits(WaitLimits wait_limits) { wait_limits_ = std::move(wait_limits); }
   const WaitLimits& wait_limits() const { return wait_limits_; }

@@ -26,6 +26,9 @@ class ForwardingTransport : public hororing::Transport {
     return inner_->Wait(request, deadline);
   }
   bool Done(Request request) override { return inner_->Done(request); }
+  void SetWaitLimits(WaitLimits wait_limits) override {
+    inner_->SetWaitLimits(std::move(wait_limits));
+  }
   void Post(int peer, std::string message) override { inner_->Post(peer, std::move(message)); }
   bool Poll(int* peer, std::string* message) override { return inner_->Poll(peer, message); }
   void Sleep(hororing::TimeNs deadline) override { inner_->Sleep(deadline); }

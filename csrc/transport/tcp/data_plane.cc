@@ -40,19 +40,21 @@ Status TcpTransport::Wait(Request request, TimeNs deadline) {
                   kLongestSleep);
   LongWait wait(backoff.begin_ns());
   const auto lagging = [&] { return std::vector<int>{posted.peer}; };
+  bool moved = true;
   for (unsigned look = 1; broken_.ok(); ++look) {
     if (posted.done()) return Status::Ok();
-    bool moved = MoveData();
+    if (!moved || look % kPollsPerCheck == 0) {
+      Events();
+      wait_limits().meanwhile();
+      wait.Check(*this, NowNs(), lagging);
+    }
+    moved = MoveData();  // after all polls, which consume the edges of data
     if (moved && look > 1) {
       const TimeNs gap = NowNs() - backoff.quiet_since_ns();
       if (gap > kSpinBeforeYield) last_gap_ns_ = gap;
     }
     if (posted.done()) return Status::Ok();
     if (moved) wait.NoteProgress(NowNs());
-    if (!moved || look % kPollsPerCheck == 0) {
-      moved |= Events();
-      wait.Check(*this, NowNs(), lagging);
-    }
     if (!failure_.ok()) {
       broken_ = failure_;
     } else if (!backoff.Pause(*this, 0, moved, Extended(deadline, wait.progressed_ns()))) {
@@ -68,7 +70,7 @@ Status TcpTransport::Wait(Request request, TimeNs deadline) {
 
 bool TcpTransport::Done(Request request) {
   const PostedTransfer posted(request, peers_);
-  if (!posted.done()) Progress();
+  if (!posted.done() && !Progress()) wait_limits().meanwhile();
   return posted.done() || !broken_.ok() || !failure_.ok();
 }
 
