@@ -15,6 +15,7 @@ struct Wire {
   std::atomic<bool> held{false};    // nothing moves
   std::atomic<bool> inside{false};  // a batch waits for it
   std::atomic<bool> spoil{false};   // send one malformed message
+  std::atomic<int64_t> heard{-1};   // by rank 0, before what it waits for is sent
 };
 
 class HeldWire final : public ForwardingTransport {
@@ -88,6 +89,12 @@ void PlayHeld(const std::function<void(Player&, Wire&, int64_t x)>& script) {
   other.join();
 }
 
+// Rank 1 waits until rank 0 has counted the messages before the next one.
+void Begin(Player& player, Wire& wire) {
+  if (player.rank == 0) wire.heard = player.engine->stats().control_messages_received.load();
+  while (wire.heard < 0) std::this_thread::yield();
+}
+
 // Whether a control message arrives while "x" is on the wire.
 bool Hears(Player& player, int64_t x, int64_t before) {
   const TimeNs deadline = After(NowNs(), 10 * kSecond);
@@ -121,12 +128,13 @@ TEST(the_next_batch_is_agreed_while_one_is_on_the_wire) {
 
 TEST(a_rank_that_leaves_while_a_batch_is_on_the_wire_lets_it_end) {
   PlayHeld([](Player& player, Wire& wire, int64_t x) {
+    Begin(player, wire);
     if (player.rank == 1) {
       CHECK(player.engine->Shutdown("", kTestTimeout));
       CHECK_OK(player.Wait(x));
       return;
     }
-    CHECK(Hears(player, x, player.engine->stats().control_messages_received.load()));
+    CHECK(Hears(player, x, wire.heard));
     wire.held = false;
     CHECK_OK(player.Wait(x));
     std::vector<float> y(1, 1.0f);
@@ -137,11 +145,12 @@ TEST(a_rank_that_leaves_while_a_batch_is_on_the_wire_lets_it_end) {
 TEST(a_failure_while_a_batch_is_on_the_wire_ends_the_job_after_it) {
   PlayHeld([](Player& player, Wire& wire, int64_t x) {
     std::vector<float> y(1, 1.0f);
+    Begin(player, wire);
     if (player.rank == 1) {
       wire.spoil = true;
       static_cast<void>(player.Wait(x));
     } else {
-      CHECK(Hears(player, x, player.engine->stats().control_messages_received.load()));
+      CHECK(Hears(player, x, wire.heard));
       wire.held = false;
       CHECK_OK(player.Wait(x));
     }
