@@ -66,7 +66,7 @@ def test_bytes_with_and_without_units(text: str, expected: int):
         ("HORORING_TRANSPORT", "udp"),
         ("HORORING_LOG_LEVEL", "loud"),
         ("HORORING_CPU", "0,,1"),
-        ("HORORING_GUARD", "evry=3"),
+        ("HORORING_GUARD", "many=3"),
         ("HORORING_GUARD", "every=100,on_nonfinite=stop"),
         ("HORORING_TIMELINE_STEPS", "5"),
         ("HORORING_TIMELINE_STEPS", "0:5"),
