@@ -29,7 +29,7 @@ class Adapter(Protocol[T]):
         """Return new memory of the same shape and type; None if it cannot be a plain tensor."""
 
     def device(self, tensor: T) -> int:
-        """Return the number of the CUDA device whose memory it is, or collectives.HOST."""
+        """Return the number of the CUDA device whose memory it is, or handles.HOST."""
 
     def stream(self, device: int) -> int:
         """Return the CUDA stream that this thread computes in on a device."""
@@ -45,7 +45,7 @@ class Adapter(Protocol[T]):
         """Return new contiguous memory of the same shape and type."""
 
     def describe(self, tensor: T) -> tuple[int, int, tuple[int, ...]]:
-        """Return address, data type (a value of collectives.DTYPES) and shape of a dense tensor."""
+        """Return address, data type (a value of handles.DTYPES) and shape of a dense tensor."""
 
     def copy(self, target: T, source: T) -> None:
         """Copy elements."""
